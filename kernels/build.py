@@ -1,0 +1,102 @@
+"""Compiles the C++ in ``csrc/`` into shared libraries at first use, and keeps them.
+
+Rules of this file: a library's name in the cache is a hash of everything that decides its bits (sources, flags,
+compiler), so a stale one can never be loaded. ``-ffast-math`` is never used and contraction is always off: the same
+source must give the same bits at every CPU level.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from .cache_dir import cache_directory, whole_file
+
+CSRC = Path(__file__).parent / "csrc"
+BASE_FLAGS = (
+    "-std=c++20", "-O3", "-shared", "-fPIC", "-pthread",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden",
+)  # fmt: skip
+LEVEL_FLAGS = {
+    "avx512bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "avx2": ("-march=x86-64-v3",),
+    "generic": (),
+}
+
+
+class NoCompilerError(Exception):
+    """No C++ compiler was found, or it refused our sources; the message says which and what it printed."""
+
+
+@functools.cache
+def cpu_level() -> str:
+    """The best of LEVEL_FLAGS that this machine runs; ``$OFFBOOK_CPU_LEVEL`` may ask for a lower one."""
+    asked = os.environ.get("OFFBOOK_CPU_LEVEL")
+    if asked:
+        if asked not in LEVEL_FLAGS:
+            raise ValueError(f"OFFBOOK_CPU_LEVEL={asked!r}: choose one of {', '.join(LEVEL_FLAGS)}")
+        return asked
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return "generic"
+    flags = set(_cpuinfo_flags())
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"} <= flags:
+        return "avx512bf16" if "avx512_bf16" in flags else "avx512"
+    return "avx2" if {"avx2", "fma", "f16c", "bmi2"} <= flags else "generic"
+
+
+def _cpuinfo_flags() -> list[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return line.split(":", 1)[1].split()
+    except OSError:
+        pass
+    return []
+
+
+@functools.cache
+def compiler() -> str:
+    """Path of the C++ compiler: ``$CXX``, g++, clang++, c++. Raises NoCompilerError."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        found = name and shutil.which(name)
+        if found:
+            return found
+    raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
+
+
+def load_library(name: str, sources: tuple[str, ...], *, level: str | None = None, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The shared library made of ``sources`` (file names in csrc/), built now if the cache lacks it.
+
+    Raises NoCompilerError. Calls through the result release the GIL.
+    """
+    return ctypes.CDLL(str(build_library(name, sources, level=level, extra=extra)))
+
+
+def build_library(name: str, sources: tuple[str, ...], *, level: str | None = None, extra: tuple[str, ...] = ()) -> Path:
+    """As load_library, but only makes the file and returns its path."""
+    cxx = compiler()
+    flags = (*BASE_FLAGS, *LEVEL_FLAGS[level or cpu_level()], *extra)
+    target = cache_directory() / "lib" / f"{name}-{_fingerprint(cxx, flags, sources)}.so"
+    if not target.exists():
+        with whole_file(target) as draft:
+            command = [cxx, *flags, "-o", str(draft), *(str(CSRC / s) for s in sources)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise NoCompilerError(f"{cxx} could not build {name}:\n{done.stderr[-4000:]}")
+    return target
+
+
+def _fingerprint(cxx: str, flags: tuple[str, ...], sources: tuple[str, ...]) -> str:
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(repr((version, flags, sources, platform.machine())).encode())
+    headers = sorted(p for p in CSRC.iterdir() if p.suffix in (".h", ".cuh", ".cu") or p.name in sources)
+    for path in headers:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:20]
