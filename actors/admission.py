@@ -1,0 +1,181 @@
+"""The actor at the entrance: who may wait, who runs next, and who is told to come back later.
+
+Rules of this file: the verdict comes before tokenizing costs anything, and it is given at once. The queue's order is
+decided afresh at each admission: priority first (waiting long enough counts as priority), then the client with the
+least running, then first come first served. It waits for nobody, so its mailbox always drains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import assert_never
+
+import trio
+
+from .config import EngineConfig
+from .errors import ClientOverShare, CompletionError, EngineOverloaded
+from .messages import AdmissionMail, Admitted, Apply, BatchingMail, Enqueue, Released
+from .metrics import EngineMetrics
+from .ticket import Accepted, Ticket
+
+
+async def admission(
+    inbox: trio.MemoryReceiveChannel[AdmissionMail],
+    batching: trio.MemorySendChannel[BatchingMail],
+    config: EngineConfig,
+    metrics: EngineMetrics,
+) -> None:
+    """Serve the mailbox until it is closed."""
+    desk = _Desk(batching, config, metrics)
+    async with inbox, batching:
+        async for message in inbox:
+            match message:
+                case Apply(ticket=ticket):
+                    desk.judge(ticket)
+                case Enqueue(ticket=ticket):
+                    desk.enqueue(ticket)
+                case Released(ticket=ticket, choices=choices, last=last):
+                    desk.release(ticket, choices, last)
+                case _:
+                    assert_never(message)
+            desk.pump()
+
+
+class _Desk:
+    """Admission's own state."""
+
+    def __init__(
+        self, batching: trio.MemorySendChannel[BatchingMail], config: EngineConfig, metrics: EngineMetrics
+    ) -> None:
+        self._batching = batching
+        self._config = config
+        self._metrics = metrics
+        self._tokenizing: dict[int, Ticket] = {}  # accepted, not enqueued yet
+        self._queue: dict[int, Ticket] = {}
+        self._running_choices = 0
+        self._in_flight: Counter[str] = Counter()  # requests of each client, from acceptance to release
+        self._running: Counter[str | None] = Counter()  # requests of each client that batching has
+        self._release_s: float | None = None  # smoothed seconds between two requests' ends, while busy
+        self._last_release = -math.inf
+
+    def judge(self, ticket: Ticket) -> None:
+        """Accept or refuse, at once."""
+        self._sweep()
+        refusal = self._refusal(ticket)
+        if refusal is not None:
+            self._refuse(ticket, refusal)
+            return
+        ticket.accepted_at = trio.current_time()
+        self._tokenizing[id(ticket)] = ticket
+        if ticket.client is not None:
+            self._in_flight[ticket.client] += 1
+        self._reply(ticket, Accepted())
+
+    def enqueue(self, ticket: Ticket) -> None:
+        self._tokenizing.pop(id(ticket), None)
+        self._queue[id(ticket)] = ticket
+
+    def release(self, ticket: Ticket, choices: int, last: bool) -> None:
+        self._running_choices -= choices
+        if last:
+            self._running[ticket.client] -= 1
+            if not self._running[ticket.client]:
+                del self._running[ticket.client]
+            self._leave(ticket)
+            now = trio.current_time()
+            gap = now - self._last_release
+            if math.isfinite(gap) and self._queue:  # only a busy engine tells how fast places come free
+                self._release_s = gap if self._release_s is None else 0.8 * self._release_s + 0.2 * gap
+            self._last_release = now
+
+    def pump(self) -> None:
+        """Admit while batching has places: up to its bound, and always one request when it has none."""
+        while self._queue:
+            ticket = min(self._queue.values(), key=self._rank)
+            n = len(ticket.sequences)
+            if self._running_choices and self._running_choices + n > self._config.choices_running_max:
+                break
+            del self._queue[id(ticket)]
+            if ticket.abandoned:
+                self._abandon(ticket)
+                continue
+            self._running_choices += n
+            self._running[ticket.client] += 1
+            self._batching.send_nowait(Admitted(ticket))
+        self._metrics.waiting.set(len(self._queue) + len(self._tokenizing))
+
+    # -- verdicts ------------------------------------------------------------------------------------------------
+
+    def _refusal(self, ticket: Ticket) -> CompletionError | None:
+        config, client = self._config, ticket.client
+        if client is not None and config.client_share_max is not None:
+            if self._in_flight[client] >= config.client_share_max:
+                self._metrics.refused.labels("client_share").inc()
+                return ClientOverShare(
+                    f"this client has {self._in_flight[client]} requests in flight, its share is "
+                    f"{config.client_share_max}: wait for one to end", self._retry_after_s(1),
+                )  # fmt: skip
+        waiting = len(self._queue) + len(self._tokenizing)
+        tokens = sum(t.estimate for lane in (self._queue, self._tokenizing) for t in lane.values())
+        full = waiting >= config.queue_max or (waiting and tokens + ticket.estimate > config.queue_tokens_max)
+        if not full or (ticket.priority and self._make_room()):
+            return None
+        self._metrics.refused.labels("queue_full").inc()
+        return EngineOverloaded(
+            f"the queue is full ({waiting} requests wait): send this elsewhere, or again later",
+            self._retry_after_s(waiting),
+        )
+
+    def _make_room(self) -> bool:
+        """Send the worst waiting request of the default tier away, for one with priority."""
+        lower = [t for t in self._queue.values() if not self._urgent(t)]
+        if not lower:
+            return False
+        worst = max(lower, key=self._rank)
+        del self._queue[id(worst)]
+        self._metrics.refused.labels("evicted").inc()
+        self._refuse(worst, EngineOverloaded("a request with priority took this one's place in the full queue",
+                                             self._retry_after_s(len(self._queue))))  # fmt: skip
+        self._leave(worst)
+        return True
+
+    def _urgent(self, ticket: Ticket) -> bool:
+        return ticket.priority or trio.current_time() - ticket.accepted_at >= self._config.priority_ageing_s
+
+    def _rank(self, ticket: Ticket) -> tuple[bool, int, float]:
+        return not self._urgent(ticket), self._running[ticket.client], ticket.accepted_at
+
+    def _retry_after_s(self, ahead: int) -> float:
+        """When a place is likely: at the rate at which requests have been ending, at least a second, at most a minute."""
+        return min(max(ahead * (self._release_s or 0.0), 1.0), 60.0)
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Let go of those whose caller has left while they waited."""
+        for lane in (self._queue, self._tokenizing):
+            for ticket in [t for t in lane.values() if t.abandoned]:
+                del lane[id(ticket)]
+                self._abandon(ticket)
+
+    def _abandon(self, ticket: Ticket) -> None:
+        self._metrics.requests.labels("abandoned").inc()
+        self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        if ticket.client is not None:
+            self._in_flight[ticket.client] -= 1
+            if not self._in_flight[ticket.client]:
+                del self._in_flight[ticket.client]
+
+    def _refuse(self, ticket: Ticket, error: CompletionError) -> None:
+        self._reply(ticket, error)
+        ticket.reply.close()
+
+    @staticmethod
+    def _reply(ticket: Ticket, event: Accepted | CompletionError) -> None:
+        try:
+            ticket.reply.send_nowait(event)
+        except trio.BrokenResourceError:
+            pass  # left already: the next sweep finds it

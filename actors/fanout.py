@@ -1,0 +1,103 @@
+"""The actor that turns tokens into text and hands each event to its own reader.
+
+Rules of this file: it never waits for anybody, so it always drains: a reader's channel is as long as the longest answer
+it can carry. One wake-up per reader and step. It owns the choices of every ticket from their first token on.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import trio
+
+from .choice import Choice
+from .errors import StepFailed
+from .events import Delta, Speculation
+from .messages import BatchingMail, Failed, FanoutMail, Gained, Stopped
+from .metrics import EngineMetrics
+from .ticket import Ended, Event, Ticket
+
+
+async def fanout(
+    inbox: trio.MemoryReceiveChannel[FanoutMail],
+    batching: trio.MemorySendChannel[BatchingMail],
+    metrics: EngineMetrics,
+) -> None:
+    """Deliver what each step gave; ends when the inbox is closed."""
+    async with inbox, batching:
+        async for message in inbox:
+            match message:
+                case Gained():
+                    _deliver(message, batching, metrics)
+                case Failed(ticket=ticket, reason=reason):
+                    if not ticket.ended:  # a stop string may have ended it while the step that failed was out
+                        _send(ticket, StepFailed(f"the request failed while it was computed: {reason}"))
+                        _end(ticket)
+                case _:
+                    assert_never(message)
+
+
+def _deliver(message: Gained, batching: trio.MemorySendChannel[BatchingMail], metrics: EngineMetrics) -> None:
+    deltas: dict[int, tuple[Ticket, list[Delta]]] = {}
+    for gain in message.gains:
+        choice = gain.sequence.owner
+        assert isinstance(choice, Choice)
+        ticket = choice.ticket
+        delta = choice.gain(gain, message.result)
+        if delta is None or ticket.ended:
+            continue
+        _stamp(ticket, delta, message.at, metrics)
+        if choice.finish_reason is not None and gain.finish is None:
+            batching.send_nowait(Stopped(choice.sequence))
+        shown = delta if ticket.stream else choice.hold(delta)
+        if shown is not None:
+            deltas.setdefault(id(ticket), (ticket, []))[1].append(shown)
+    for ticket, gained in deltas.values():
+        _send(ticket, tuple(gained))
+        if all(c.finish_reason is not None for c in ticket.choices):
+            _send(ticket, Ended(ticket.usage(), ticket.timings(), _speculation(ticket), ticket.concurrent))
+            _end(ticket)
+            metrics.answered(ticket)
+
+
+def _stamp(ticket: Ticket, delta: Delta, at: float, metrics: EngineMetrics) -> None:
+    if delta.token_ids:
+        if ticket.first_token_at is None:
+            ticket.first_token_at = at
+            metrics.first_token_s.observe(at - ticket.asked_at)
+        elif ticket.last_token_at is not None and at > ticket.last_token_at:
+            metrics.token_gap_s.observe(at - ticket.last_token_at)
+        metrics.generated_tokens.inc(len(delta.token_ids))
+    elif ticket.first_token_at is None:
+        ticket.first_token_at = at  # scoring only: the prefill ends here
+    ticket.last_token_at = at
+
+
+def _send(ticket: Ticket, event: Event) -> None:
+    """A reader that has left is batching's to notice; a full channel would be a bug in its capacity."""
+    try:
+        ticket.reply.send_nowait(event)
+    except trio.BrokenResourceError:
+        pass
+
+
+def _end(ticket: Ticket) -> None:
+    ticket.ended = True
+    ticket.reply.close()
+
+
+def _speculation(ticket: Ticket) -> Speculation | None:
+    """Figures over all choices, or None where nothing was drafted or predicted."""
+    steps = [step for c in ticket.choices for step in c.sequence.drafted]
+    predicted = [c.sequence.drafter for c in ticket.choices if c.sequence.drafter is not None]
+    if not steps and not predicted:
+        return None
+    longest = max((drafted for drafted, _ in steps), default=0)
+    return Speculation(
+        prompt_tokens=sum(d.prediction_tokens for d in predicted),
+        matched_tokens=sum(d.matched_tokens for d in predicted),
+        drafted_tokens=sum(drafted for drafted, _ in steps),
+        accepted=tuple(
+            (sum(hit > i for _, hit in steps), sum(drafted > i for drafted, _ in steps)) for i in range(longest)
+        ),
+    )

@@ -1,0 +1,347 @@
+"""Which tokens of which sequences go into the next step.
+
+Rules of this file: pure and synchronous, one owner (batching). A plan is a decision, not an action: it takes blocks and
+advances ``computed``, and touches no channel. Older sequences are planned first and only ever take room from younger
+ones, so the oldest always gets on and nothing is stuck. What a plan looks like may depend on load and on clocks; what a
+sequence's rows compute may not.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..kernels.step import BLOCK_TOKENS
+from .blocks import Block, BlockPool, blocks_for
+from .sequence import Sequence, State
+
+
+@dataclass(slots=True)
+class Work:
+    """Feed ``count`` known tokens from position ``start``, then ``drafts``; draw if that reaches the newest token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    drafts: list[int] = field(default_factory=list)
+    draws: bool = False
+
+
+@dataclass(slots=True)
+class Plan:
+    step_id: int
+    works: list[Work] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    sources: list[Block] = field(default_factory=list)  # held until the plan is complete: they are being copied from
+    preempted: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(w.count + len(w.drafts) for w in self.works)
+
+
+@dataclass(slots=True)
+class _Match:
+    """What of a sequence's start is cached: whole blocks, then ``tail`` tokens of one to copy."""
+
+    blocks: list[Block]
+    source: Block | None
+    length: int
+    pending: bool  # it would be longer in the next step
+
+
+class StepBudget:
+    """How many prefill tokens a step may hold. Alone, a prefill takes the most efficient chunk; beside running decodes,
+    as many as keep the step near ``busy_ms``, by the measured rate (rows per millisecond)."""
+
+    def __init__(self, *, alone: int, busy_ms: float, floor: int = 32) -> None:
+        self.alone = alone
+        self.busy_ms = busy_ms
+        self.floor = floor
+        self._rows_per_ms: float | None = None
+
+    def observe(self, rows: int, step_ms: float) -> None:
+        """Learn from a step; small steps say nothing about the rate of large ones."""
+        if rows >= self.floor and step_ms > 0:
+            rate = rows / step_ms
+            old = self._rows_per_ms
+            self._rows_per_ms = rate if old is None else 0.8 * old + 0.2 * rate
+
+    def prefill(self, decoding: int) -> int:
+        """Prefill tokens for a step with so many decode rows."""
+        if not decoding:
+            return self.alone
+        rate = self._rows_per_ms or self.floor / self.busy_ms
+        return max(self.floor, min(self.alone, int(rate * self.busy_ms) - decoding))
+
+
+class Scheduler:
+    """The sequences that batching owns, and the blocks they hold."""
+
+    def __init__(
+        self, pool: BlockPool, budget: StepBudget, *, running_max: int, slots: int, drafts_max: int = 0
+    ) -> None:
+        self.pool = pool
+        self.budget = budget
+        self.running_max = running_max
+        self.drafts_max = drafts_max
+        self.running: list[Sequence] = []  # by arrival
+        self.waiting: deque[Sequence] = deque()  # by arrival; preempted ones are older, so they come first
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._arrivals = 0
+        self._last_step = -1
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Let go of a sequence in any state, and of all it holds. Not while a step with it is out."""
+        if sequence.state is State.FINISHED:
+            return
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.move("finish")
+        self._let_go(sequence)
+
+    def plan(self, step_id: int) -> Plan | None:
+        """The next step, or None when there is nothing to do."""
+        plan = Plan(step_id)
+        self._last_step = step_id - 1  # steps run one at a time: all before this one are done
+        left = self.budget.prefill(sum(s.decoding for s in self.running))
+        for sequence in list(self.running):
+            if sequence.state is not State.RUNNING:
+                continue  # made room for an older one just now
+            if sequence.decoding:
+                self._decode(plan, sequence)
+            else:
+                left -= self._prefill(plan, sequence, left)
+        while self.waiting and left > 0 and len(self.running) < self.running_max:
+            took = self._start(plan, self.waiting[0], left)
+            if took is None:
+                break
+            left -= took
+        self.pool.release(plan.sources)
+        plan.sources.clear()
+        return plan if plan.works else None
+
+    # -- one sequence --------------------------------------------------------------------------------------------
+
+    def _decode(self, plan: Plan, sequence: Sequence) -> None:
+        drafts = self._drafts(sequence)
+        if not self._cover(plan, sequence, len(sequence.tokens) + len(drafts)):
+            drafts = []
+            if not self._cover(plan, sequence, len(sequence.tokens)):
+                self._preempt(plan, sequence)
+                return
+        self._advance(plan, sequence, 1, drafts)
+
+    def _drafts(self, sequence: Sequence) -> list[int]:
+        most = min(self.drafts_max, sequence.room - 1)
+        if most <= 0 or (sequence.thinking is not None and sequence.thinking.forcing):
+            return []
+        drafts = sequence.matcher.forced_tokens()[:most] if sequence.matcher is not None else []
+        if sequence.drafter is not None and not drafts:
+            drafts = sequence.drafter.propose(sequence.tokens, sequence.n_prompt, most)
+            if drafts and sequence.matcher is not None:
+                drafts = drafts[: sequence.matcher.accepts(drafts)]
+        return drafts
+
+    def _prefill(self, plan: Plan, sequence: Sequence, left: int) -> int:
+        if left <= 0:
+            return 0
+        if sequence.score_from is None:
+            self._adopt(sequence)
+        chunk = min(sequence.remaining, left)
+        if not self._cover(plan, sequence, sequence.computed + chunk):
+            chunk = min(chunk, len(sequence.blocks) * BLOCK_TOKENS - sequence.computed)
+            if chunk <= 0:
+                return 0
+        self._advance(plan, sequence, chunk, [])
+        return chunk
+
+    def _start(self, plan: Plan, sequence: Sequence, left: int) -> int | None:
+        """Move the first waiting sequence in; None when it has to wait for room or for another's result."""
+        match = self._match(sequence, plan.step_id)
+        if match.pending or not self._reserve(plan, match, len(sequence.tokens), left):
+            return None
+        held = match.blocks
+        chunk = min(len(sequence.tokens) - match.length, left)
+        self.waiting.popleft()
+        sequence.move("start")
+        insort(self.running, sequence, key=lambda s: s.arrival)
+        sequence.blocks, sequence.computed = held, match.length
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = match.length
+        if sequence.params.uses_slot:
+            sequence.slot = self._free_slots.pop()
+        sequence.slot_stale = sequence.params.uses_slot
+        covered = self._cover(plan, sequence, match.length + chunk)
+        assert covered, "room was counted above"
+        if match.source is not None:
+            plan.copies.append((match.source.id, sequence.blocks[len(held)].id))
+        self._advance(plan, sequence, chunk, [])
+        return chunk
+
+    def _reserve(self, plan: Plan, match: _Match, tokens: int, left: int) -> bool:
+        """Hold what matched, if the blocks for the rest of the first chunk can be had as well."""
+        spare = sum(s.decoding for s in self.running)  # a block for each decode, or it would be preempted at once
+        for block in match.blocks:
+            self.pool.hold(block)
+        if match.source is not None:
+            self.pool.hold(match.source)
+        for _ in range(2):
+            stop = min(tokens, match.length + left)
+            if self.pool.available >= blocks_for(stop) - len(match.blocks) + spare:
+                if match.source is not None:
+                    plan.sources.append(match.source)
+                return True
+            if match.source is None or self.running:
+                break
+            # alone, and still too little: the block to copy from is in the way of the copy
+            self.pool.release([match.source])
+            match.source, match.length = None, len(match.blocks) * BLOCK_TOKENS
+        if match.source is not None:
+            self.pool.release([match.source])
+        self.pool.release(reversed(match.blocks))
+        return False
+
+    def _advance(self, plan: Plan, sequence: Sequence, count: int, drafts: list[int]) -> None:
+        start = sequence.computed
+        sequence.computed = stop = start + count
+        self._enter(sequence, start, stop, plan.step_id)
+        draws = stop == len(sequence.tokens) and sequence.max_tokens > 0
+        plan.works.append(Work(sequence, start, count, drafts, draws))
+
+    def store_scores(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Keep the known scores of prompt positions start..stop beside the cached blocks that hold those tokens."""
+        node: Block | None = self.pool.root(sequence.namespace)
+        for i in range(min(stop, sequence.n_prompt - 1) // BLOCK_TOKENS + 1):
+            at = i * BLOCK_TOKENS
+            assert node is not None
+            node = self.pool.child(node, tuple(sequence.tokens[at : at + BLOCK_TOKENS]))
+            if node is None and i < len(sequence.blocks) and sequence.blocks[i].cached:
+                node = sequence.blocks[i]  # the open tail
+            if node is None:
+                return
+            for q in range(max(at, start), min(at + len(node.tokens), stop + 1)):
+                if q in sequence.scores:
+                    node.scores.setdefault(q - at, sequence.scores[q])
+            if len(node.tokens) < BLOCK_TOKENS:
+                return
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    def _match(self, sequence: Sequence, step_id: int) -> _Match:
+        tokens = sequence.tokens
+        limit = sequence.cache_limit if sequence.n_output == 0 else len(tokens) - 1
+        node, blocks, length = self.pool.root(sequence.namespace), list[Block](), 0
+        while length + BLOCK_TOKENS <= limit:
+            block = self.pool.child(node, tuple(tokens[length : length + BLOCK_TOKENS]))
+            if block is None:
+                break
+            if sequence.reusable(block, length, length + BLOCK_TOKENS) < length + BLOCK_TOKENS:
+                if block.filled_by == step_id:
+                    return _Match([], None, 0, pending=True)
+                break
+            sequence.adopt_scores(block, length, length + BLOCK_TOKENS)
+            blocks.append(block)
+            node, length = block, length + BLOCK_TOKENS
+        source, length = self._match_tail(sequence, node, length, limit, step_id)
+        if sequence.score_from is not None and max(sequence.score_from, 1) <= length < sequence.n_prompt:
+            if length not in sequence.scores:
+                length -= 1  # the score of the first position not found comes from the row before it
+                if source is None:
+                    source = blocks.pop()
+                elif length % BLOCK_TOKENS == 0:
+                    source = None
+        return _Match(blocks, source, length, pending=False)
+
+    def _match_tail(
+        self, sequence: Sequence, node: Block, length: int, limit: int, step_id: int
+    ) -> tuple[Block | None, int]:
+        """A cached block whose start, though not its whole, continues ``node`` as the sequence does."""
+        rest = sequence.tokens[length : min(limit, length + BLOCK_TOKENS)]
+        found = self.pool.longest_start(node, rest, step_id) if rest else None
+        if found is None:
+            return None, length
+        block, n = found
+        stop = sequence.reusable(block, length, length + n)
+        if stop == length:
+            return None, length
+        sequence.adopt_scores(block, length, stop)
+        return block, stop
+
+    def _adopt(self, sequence: Sequence) -> None:
+        """Take over blocks that others have filled, or are filling in this very step, since this one started."""
+        limit = sequence.cache_limit if sequence.n_output == 0 else len(sequence.tokens) - 1
+        while sequence.computed % BLOCK_TOKENS == 0 and sequence.computed + BLOCK_TOKENS <= limit:
+            at = sequence.computed
+            if len(sequence.blocks) * BLOCK_TOKENS != at:
+                return
+            node = sequence.blocks[-1] if sequence.blocks else self.pool.root(sequence.namespace)
+            block = self.pool.child(node, tuple(sequence.tokens[at : at + BLOCK_TOKENS]))
+            if block is None:
+                return
+            sequence.blocks.append(self.pool.hold(block))
+            sequence.computed += BLOCK_TOKENS
+            if sequence.n_output == 0 and sequence.cached_tokens is not None:
+                sequence.cached_tokens += BLOCK_TOKENS
+
+    def _enter(self, sequence: Sequence, start: int, stop: int, step_id: int) -> None:
+        """Offer the blocks that are full now to the cache, and the tail when the prompt is complete."""
+        for i in range(start // BLOCK_TOKENS, stop // BLOCK_TOKENS):
+            self._enter_block(sequence, i, (i + 1) * BLOCK_TOKENS, step_id)
+        if start < sequence.n_prompt <= stop and stop % BLOCK_TOKENS:
+            self._enter_block(sequence, stop // BLOCK_TOKENS, stop, step_id)
+
+    def _enter_block(self, sequence: Sequence, i: int, stop: int, step_id: int) -> None:
+        parent = sequence.blocks[i - 1] if i else self.pool.root(sequence.namespace)
+        block = sequence.blocks[i]
+        if block.refs == 1:
+            self.pool.enter(parent, tuple(sequence.tokens[i * BLOCK_TOKENS : stop]), block, step_id)
+
+    def _cover(self, plan: Plan, sequence: Sequence, tokens: int) -> bool:
+        """Give the sequence blocks for so many positions, taking them from younger sequences if need be."""
+        need = blocks_for(tokens) - len(sequence.blocks)
+        while need > self.pool.available:
+            victim = self.running[-1]
+            if victim.arrival <= sequence.arrival:
+                return False
+            self._preempt(plan, victim)
+        for _ in range(need):
+            block = self.pool.allocate()
+            assert block is not None, "counted above"
+            sequence.blocks.append(block)
+        return True
+
+    def _preempt(self, plan: Plan, sequence: Sequence) -> None:
+        """Free all a running sequence holds; it starts over later from its tokens (its blocks may still be cached)."""
+        self.running.remove(sequence)
+        sequence.move("preempt")
+        self._let_go(sequence)
+        sequence.preemptions += 1
+        plan.preempted += 1
+        self.preemptions += 1
+        at = sum(1 for s in self.waiting if s.arrival < sequence.arrival)
+        self.waiting.insert(at, sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if sequence.blocks:
+            self._enter_tail(sequence)
+        self.pool.release(reversed(sequence.blocks), keep=sequence.keep)
+        sequence.blocks, sequence.computed = [], 0
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+
+    def _enter_tail(self, sequence: Sequence) -> None:
+        """Keep the last, partly filled block findable: a conversation goes on from exactly there."""
+        full, rest = divmod(sequence.computed, BLOCK_TOKENS)
+        if rest and full < len(sequence.blocks):
+            self._enter_block(sequence, full, sequence.computed, self._last_step)

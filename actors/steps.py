@@ -1,0 +1,246 @@
+"""A plan into arrays for the device, and the device's arrays back into tokens.
+
+Rules of this file: pure; the only place that knows both the scheduler's words and the step seam's. What a run draws is
+applied to its sequence here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+
+from ..kernels.params import SamplingParams
+from ..kernels.step import SAMPLE, SCORE, I32, SlotOpen, StepBatch, StepResult
+from .schedule import Plan, Scheduler, Work
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class MaskJob:
+    """Fill mask rows ``row``.. for a sequence: the current position, then one after each draft. Done by the executor
+    while the device computes; until the step's result is back, the matcher belongs to the step."""
+
+    row: int
+    sequence: Sequence
+    drafts: list[int]
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan in the device's terms. ``runs``: the work of each run of the batch; ``masks``: rows to fill."""
+
+    plan: Plan
+    batch: StepBatch
+    runs: list[Work]
+    mask_rows: int
+    mask_jobs: list[MaskJob]
+
+
+@dataclass(slots=True)
+class Gain:
+    """What one sequence got out of a step: tokens (``rows`` are their logits rows), or an error bit."""
+
+    sequence: Sequence
+    tokens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    finish: str | None = None
+    error: int = 0
+    prefilled: bool = False  # the prompt is complete now (its scores are too)
+
+
+class _Builder:
+    """Grows the K and R arrays of a batch."""
+
+    def __init__(self) -> None:
+        self.logit_rows: list[int] = []
+        self.forced: list[int] = []
+        self.draft: list[int] = []
+        self.mask: list[int] = []
+        self.start = [0]
+        self.kind: list[int] = []
+        self.params: list[SamplingParams] = []
+        self.slot: list[int] = []
+        self.draw: list[int] = []
+        self.mu: list[float] = []
+        self.works: list[Work] = []
+        self.jobs: list[MaskJob] = []
+        self.mask_rows = 0
+
+    def score(self, work: Work, first_row: int) -> None:
+        wanted = [q for q in work.sequence.wanted_scores(work.start, work.start + work.count)
+                  if q not in work.sequence.scores]  # fmt: skip
+        if wanted:
+            for q in wanted:
+                self._row(first_row + q - 1 - work.start, work.sequence.tokens[q], -1, -1)
+            self._run(work, SCORE)
+
+    def sample(self, work: Work, first_row: int) -> None:
+        sequence, row = work.sequence, first_row + work.count - 1
+        forced = sequence.thinking.forced if sequence.thinking is not None else None
+        mask = -1
+        if forced is None and (sequence.matcher is not None or sequence.n_output < sequence.min_tokens):
+            mask = self.mask_rows
+            self.mask_rows += 1 + len(work.drafts)
+            self.jobs.append(MaskJob(mask, sequence, work.drafts))
+        for j in range(1 + len(work.drafts)):
+            draft = work.drafts[j] if j < len(work.drafts) else -1
+            self._row(row + j, -1 if forced is None else forced, draft, mask + j if mask >= 0 else -1)
+        self._run(work, SAMPLE)
+
+    def _row(self, row: int, forced: int, draft: int, mask: int) -> None:
+        self.logit_rows.append(row)
+        self.forced.append(forced)
+        self.draft.append(draft)
+        self.mask.append(mask)
+
+    def _run(self, work: Work, kind: int) -> None:
+        sequence = work.sequence
+        self.start.append(len(self.logit_rows))
+        self.kind.append(kind)
+        self.params.append(sequence.params)
+        self.slot.append(sequence.slot)
+        self.draw.append(sequence.n_output)
+        self.mu.append(sequence.mu)
+        self.works.append(work)
+
+
+def assemble(plan: Plan) -> Step:
+    """The plan as arrays; marks the slots that it opens as opened."""
+    works = plan.works
+    tokens: list[int] = []
+    opens: list[SlotOpen] = []
+    runs = _Builder()
+    tables = np.zeros((len(works), max(len(w.sequence.blocks) for w in works)), np.int32)
+    for i, work in enumerate(works):
+        sequence, first_row = work.sequence, len(tokens)
+        tokens += sequence.tokens[work.start : work.start + work.count]
+        tokens += work.drafts
+        tables[i, : len(sequence.blocks)] = [b.id for b in sequence.blocks]
+        runs.score(work, first_row)
+        if work.draws:
+            if sequence.slot_stale:
+                opens.append(_slot_open(sequence))
+                sequence.slot_stale = False
+            runs.sample(work, first_row)
+    counts = [w.count + len(w.drafts) for w in works]
+    batch = StepBatch(
+        step_id=plan.step_id,
+        token_ids=_i32(tokens),
+        positions=_ranges([w.start for w in works], counts),
+        row_sequence=np.repeat(np.arange(len(works), dtype=np.int32), counts),
+        block_tables=tables,
+        copies=_i32(plan.copies).reshape(-1, 2),
+        slot_opens=opens,
+        logit_rows=_i32(runs.logit_rows),
+        row_forced=_i32(runs.forced),
+        row_draft=_i32(runs.draft),
+        row_mask=_i32(runs.mask),
+        run_start=_i32(runs.start),
+        run_kind=_i32(runs.kind),
+        run_params=runs.params,
+        run_slot=_i32(runs.slot),
+        run_draw=_i32(runs.draw),
+        run_mu=np.array(runs.mu, np.float32),
+    )
+    return Step(plan, batch, runs.works, runs.mask_rows, runs.jobs)
+
+
+def _slot_open(sequence: Sequence) -> SlotOpen:
+    n = sequence.n_prompt
+    return SlotOpen(sequence.slot, _i32(sequence.tokens[:n]), _i32(sequence.tokens[n:]), sequence.params)
+
+
+def _ranges(starts: Seq[int], counts: Seq[int]) -> I32:
+    """[start, start + 1, ...] for each pair, joined."""
+    before = np.array([0, *accumulate(counts)][:-1], np.int32)
+    return np.arange(sum(counts), dtype=np.int32) + np.repeat(_i32(starts) - before, counts)
+
+
+def _i32(values: Seq[object]) -> I32:
+    return np.array(values, dtype=np.int32)
+
+
+def harvest(step: Step, result: StepResult, scheduler: Scheduler) -> list[Gain]:
+    """Apply a step's result to its sequences. Raises ValueError when the result does not fit the step."""
+    batch = step.batch
+    if result.step_id != batch.step_id or len(result.token) != len(batch.logit_rows):
+        raise ValueError(f"result of step {result.step_id} does not fit step {batch.step_id}")
+    tokens, errors, starts = result.token.tolist(), result.error.tolist(), batch.run_start.tolist()
+    gains = {id(w.sequence): Gain(w.sequence) for w in step.plan.works}
+    for r, work in enumerate(step.runs):
+        gain, rows = gains[id(work.sequence)], range(starts[r], starts[r + 1])
+        gain.error |= max((errors[k] for k in rows), default=0)
+        if gain.error:
+            continue
+        if batch.run_kind[r] == SCORE:
+            _take_scores(work, rows, result, batch)
+        else:
+            _take_tokens(gain, work, rows, tokens)
+            work.sequence.mu = float(result.run_mu[r])
+    for work in step.plan.works:
+        sequence, gain = work.sequence, gains[id(work.sequence)]
+        stop = work.start + work.count
+        if sequence.score_from is not None and work.start < sequence.n_prompt:
+            scheduler.store_scores(sequence, work.start, stop)
+        if stop >= sequence.n_prompt > work.start:
+            gain.prefilled = True
+            if sequence.max_tokens == 0:
+                gain.finish = "length"
+    return list(gains.values())
+
+
+def _take_scores(work: Work, rows: range, result: StepResult, batch: StepBatch) -> None:
+    for k in rows:
+        q = int(batch.positions[batch.logit_rows[k]]) + 1
+        work.sequence.scores[q] = (float(result.logprob[k]), alternatives(result, k, work.sequence.params.top_logprobs))
+
+
+def _take_tokens(gain: Gain, work: Work, rows: range, tokens: list[int]) -> None:
+    """The run's tokens up to the first that finishes; accepted drafts have their KV in place already."""
+    sequence = work.sequence
+    for k in rows:
+        token = tokens[k]
+        if token < 0:
+            break
+        gain.tokens.append(token)
+        gain.rows.append(k)
+        if sequence.thinking is not None:
+            sequence.thinking.push(token)
+        if sequence.matcher is not None and token not in sequence.eos_ids:
+            sequence.matcher.consume(token)
+        gain.finish = sequence.take(token)
+        if gain.finish is None and sequence.matcher is not None and sequence.matcher.finished:
+            gain.finish = "stop"
+        if gain.finish:
+            break
+    accepted = len(gain.tokens) - 1
+    sequence.computed += max(accepted, 0)
+    if work.drafts:
+        sequence.drafted.append((len(work.drafts), accepted))
+        if sequence.drafter is not None:
+            sequence.drafter.record(len(work.drafts), accepted)
+
+
+def alternatives(result: StepResult, k: int, n: int) -> tuple[tuple[int, float], ...]:
+    """The ``n`` best raw alternatives of a logits row, best first."""
+    ids, values = result.top_ids[k, :n].tolist(), result.top_logprobs[k, :n].tolist()
+    return tuple((i, v) for i, v in zip(ids, values, strict=True) if i >= 0)
+
+
+def fill_masks(step: Step, vocabulary_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint32]] | None:
+    """The step's packed allow masks [mask_rows, ceil(V / 32)], or None. Runs beside the device's forward pass."""
+    if not step.mask_rows:
+        return None
+    masks = np.full((step.mask_rows, -(-vocabulary_size // 32)), 0xFFFFFFFF, np.uint32)
+    for job in step.mask_jobs:
+        sequence, rows = job.sequence, masks[job.row : job.row + 1 + len(job.drafts)]
+        if sequence.matcher is not None:
+            sequence.matcher.fill_ahead(rows, job.drafts)
+        for j in range(sequence.min_tokens - sequence.n_output):
+            if j < len(rows):
+                for token in sequence.eos_ids:
+                    rows[j, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+    return masks
