@@ -27,7 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # one step
     running_max: int = 64  # sequences in a step: above this, steps get slower faster than throughput grows
     step_tokens_max: int = 512  # rows of a step when nothing streams: prefill's best efficiency
-    prefill_tokens_busy: int = 96  # prefill rows beside running decodes: bounds the gap between their tokens
+    step_busy_ms: float = 120.0  # prefill beside running decodes stays near this: it bounds the gap between tokens
 
     # the door
     queue_max: int = 512  # requests waiting for a place, all tiers
@@ -59,10 +59,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         waits for admission; one request's choices may exceed it only when it is alone."""
         return 2 * self.running_max
 
+    applies_max: int = 4096  # requests that may ask for a place at the same instant
+
     @property
     def admission_mailbox(self) -> int:
-        """Every request in the queue can send one message and be told one result; callers wait for room."""
-        return 64
+        """The applies, an Enqueue per request in the queue, a Released per sequence of batching: nobody waits."""
+        return self.applies_max + self.queue_max + self.choices_running_max + self.choices_max
 
     @property
     def batching_mailbox(self) -> int:

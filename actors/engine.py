@@ -1,0 +1,316 @@
+"""The embedded API, and the wiring plan: the only file that knows all four actors.
+
+``async with open_engine(config) as engine`` starts the actors in a nursery of its own inside the caller's task; if one
+crashes, all end and the exception comes out of the ``async with``.
+
+Why no mailbox can deadlock: admission, fan-out and execution never wait on anybody; batching never waits on a mailbox
+either (its own sends are ``send_nowait`` into channels sized for all it can owe, see ``config.py``). Only callers wait,
+for room in admission's mailbox, which always drains.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import trio
+from prometheus_client import CollectorRegistry
+
+from ..kernels.default_model import fetch_default_model
+from ..kernels.devices import open_device
+from ..kernels.model_files import ModelFiles, open_model
+from ..kernels.step import BLOCK_TOKENS, Device
+from .admission import admission
+from .answer import Answer, Buffering
+from .batching import batching
+from .blocks import BlockPool
+from .choice import Choice
+from .config import EngineConfig
+from .errors import EngineUnavailable, ModelNotFound
+from .events import Context, ModelCard
+from .execution import Executor, ThreadExecutor, execution
+from .fanout import fanout
+from .messages import AdmissionMail, Apply, BatchingMail, Enqueue, ExecutionMail, FanoutMail
+from .metrics import EngineMetrics
+from .request import CompletionRequest, from_fields
+from .resolve import (
+    Limits,
+    PromptPlan,
+    check_request,
+    effective_options,
+    estimate_tokens,
+    namespace_of,
+    plan_prompts,
+    sampling_params,
+    stop_strings,
+    text_bytes,
+    wants_of,
+)
+from .schedule import Scheduler, StepBudget
+from .sequence import Sequence
+from .text import Surfaces
+from .ticket import Event, Ticket
+from .tokens import Tokenizer
+
+Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a device: what the actors need to know of both."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    limits: Limits
+    executor: Executor
+    blocks_total: int
+    slots_total: int
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig | None = None, *, loaded: Loaded | None = None, progress: Progress | None = None
+) -> AsyncIterator[Engine]:
+    """Load the model and run the actors for the length of the block.
+
+    Leaving the block normally waits for the requests that are in progress; leaving it by an exception or a cancellation
+    abandons them. ``loaded`` takes the place of loading (simulations bring their own executor). Raises ModelFileError,
+    DeviceError, DefaultModelError.
+    """
+    config = config or EngineConfig()
+    if loaded is not None:
+        async with _run(config, loaded) as engine:
+            yield engine
+        return
+    async with _load(config, progress) as loaded, _run(config, loaded) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def _load(config: EngineConfig, progress: Progress | None) -> AsyncIterator[Loaded]:
+    began = time.perf_counter()
+    report = progress or (lambda what, done, total: None)
+    path = Path(config.model) if config.model else await trio.to_thread.run_sync(fetch_default_model, report)
+    files = await trio.to_thread.run_sync(open_model, path)
+    executor = ThreadExecutor(lambda: _open_device(config, files, report))
+    try:
+        device = await executor.open()
+        tokenizer = await trio.to_thread.run_sync(Tokenizer, files.tokenizer_json, files.spec)
+        yield _loaded(config, files, device, tokenizer, executor, time.perf_counter() - began)
+    finally:
+        await executor.aclose()
+
+
+def _open_device(config: EngineConfig, files: ModelFiles, report: Progress) -> Device:
+    threads = config.threads or len(os.sched_getaffinity(0))
+    return open_device(
+        files, kind=config.device, dtype=config.dtype, kv_bytes=config.kv_bytes, threads=threads,
+        slots=config.running_max, progress=lambda done, total: report("loading weights", done, total),
+    )  # fmt: skip
+
+
+def _loaded(
+    config: EngineConfig, files: ModelFiles, device: Device, tokenizer: Tokenizer, executor: Executor, load_s: float
+) -> Loaded:
+    kv_tokens = device.blocks_total * BLOCK_TOKENS
+    context = min(device.context_length, config.context_length or device.context_length, kv_tokens)
+    name = config.model_id or files.spec.name
+    card = ModelCard(
+        id=name, aliases=config.model_aliases, context_length=context, vocabulary_size=tokenizer.vocabulary_size,
+        created=int(time.time()), device=device.name, weight_bytes=device.weight_bytes, kv_bytes=device.kv_bytes,
+        kv_tokens=kv_tokens, load_s=load_s,
+    )  # fmt: skip
+    limits = Limits(context, tokenizer.vocabulary_size, files.spec.generation_defaults)
+    return Loaded(card=card, tokenizer=tokenizer, limits=limits, executor=executor, blocks_total=device.blocks_total,
+                  slots_total=device.slots_total)  # fmt: skip
+
+
+@asynccontextmanager
+async def _run(config: EngineConfig, loaded: Loaded) -> AsyncIterator[Engine]:
+    metrics = EngineMetrics()
+    scheduler = Scheduler(
+        BlockPool(loaded.blocks_total, caching=config.prefix_cache),
+        StepBudget(alone=config.step_tokens_max, busy_ms=config.step_busy_ms),
+        running_max=min(config.running_max, loaded.slots_total), slots=loaded.slots_total,
+        drafts_max=config.draft_tokens_max,
+    )  # fmt: skip
+    to_admission, at_admission = trio.open_memory_channel[AdmissionMail](config.admission_mailbox)
+    to_batching, at_batching = trio.open_memory_channel[BatchingMail](config.batching_mailbox)
+    to_execution, at_execution = trio.open_memory_channel[ExecutionMail](config.execution_mailbox)
+    to_fanout, at_fanout = trio.open_memory_channel[FanoutMail](config.fanout_mailbox)
+    engine = Engine(config, loaded, metrics, scheduler, to_admission)
+    async with trio.open_nursery() as company:
+        company.start_soon(admission, at_admission, to_batching.clone(), config, metrics)
+        company.start_soon(batching, at_batching, to_admission.clone(), to_execution, to_fanout, scheduler, metrics)
+        company.start_soon(execution, at_execution, to_batching.clone(), loaded.executor)
+        company.start_soon(fanout, at_fanout, to_batching, metrics)
+        yield engine
+        engine.begin_drain()
+        await engine.idle()
+        company.cancel_scope.cancel(reason="the engine is closed and idle")
+
+
+class Engine:
+    """A running engine. ``complete`` is the whole API; the rest is for doors and for people."""
+
+    def __init__(
+        self, config: EngineConfig, loaded: Loaded, metrics: EngineMetrics, scheduler: Scheduler,
+        to_admission: trio.MemorySendChannel[AdmissionMail],
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.card = loaded.card
+        self.tokenizer = loaded.tokenizer
+        self.surfaces = Surfaces(loaded.tokenizer.token_bytes, loaded.tokenizer.is_special)
+        self.state: Literal["ready", "draining"] = "ready"
+        self._limits = loaded.limits
+        self._metrics = metrics
+        self._scheduler = scheduler
+        self._to_admission = to_admission
+        self._active = 0
+        self._idle = trio.Event()
+        self._idle.set()
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Prometheus metrics of this engine."""
+        return self._metrics.registry
+
+    @property
+    def active(self) -> int:
+        """Answers that callers hold open."""
+        return self._active
+
+    def snapshot(self) -> dict[str, object]:
+        """Figures for tests and for a debug page: blocks and sequences, as they are now."""
+        pool = self._scheduler.pool
+        return {
+            "active": self._active, "running": len(self._scheduler.running), "waiting": len(self._scheduler.waiting),
+            "blocks_total": pool.total, "blocks_held": pool.held, "blocks_cached": pool.idle, "blocks_free": pool.free,
+        }  # fmt: skip
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; what is in progress goes on."""
+        self.state = "draining"
+
+    async def idle(self) -> None:
+        """Wait until no answer is open."""
+        await self._idle.wait()
+
+    def complete(
+        self, request: CompletionRequest | None = None, /, *, context: Context | None = None, **fields: object
+    ) -> AbstractAsyncContextManager[Answer]:
+        """Ask for a completion: ``async with engine.complete(prompt="The sky is") as answer: async for delta in answer``.
+
+        Takes a ready request, or its fields by name (then ``model`` defaults to the loaded one, and ``stream`` to true:
+        deltas come as they are made). Leaving the block abandons what has not been generated. Raises CompletionError
+        children on entering: InvalidRequest, ModelNotFound, EngineOverloaded, ...
+        """
+        if request is None:
+            request = from_fields({"model": self.card.id, "stream": True, **fields})
+        elif fields:
+            raise TypeError("give a request or its fields, not both")
+        return self._complete(request, context or Context())
+
+    @asynccontextmanager
+    async def _complete(self, request: CompletionRequest, context: Context) -> AsyncIterator[Answer]:
+        if self.state != "ready":
+            raise EngineUnavailable("the server is draining: send this elsewhere, or again later", 5.0)
+        self.check_model(request.model)
+        check_request(request, self.config, self._limits)
+        ticket, answer = self._open(request, context)
+        self._active += 1
+        self._idle = self._idle if self._active > 1 else trio.Event()
+        try:
+            self._send(Apply(ticket))
+            await answer.accepted()
+            plans = await self._plan_prompts(request)
+            self._fill(ticket, answer, plans, context)
+            self._send(Enqueue(ticket))
+            yield answer
+        finally:
+            answer.close()
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    def check_model(self, name: str) -> None:
+        """Raises ModelNotFound unless ``name`` is the served id, an alias, or ``accounts/*/models/<either>``."""
+        known = (self.card.id, *self.card.aliases)
+        parts = name.split("/")
+        short = parts[3] if len(parts) == 4 and parts[0] == "accounts" and parts[2] == "models" else name
+        if short not in known and name not in known:
+            raise ModelNotFound(f"Model {name[:200]!r} not found; this server has {', '.join(map(repr, known))}")
+
+    def _open(self, request: CompletionRequest, context: Context) -> tuple[Ticket, Answer]:
+        now = trio.current_time()
+        events, receive = trio.open_memory_channel[Event](self._capacity(request))
+        seconds = context.deadline_s if context.deadline_s is not None else self.config.deadline_s
+        options = request.stream_options
+        buffering = Buffering()
+        if options is not None and request.stream:
+            buffering = Buffering(options.buffer_tokens or 0, options.buffer_ms or 0.0, options.buffer_mode or "any")
+        answer = Answer(
+            id=f"cmpl-{secrets.token_hex(16)}", created=int(time.time()), model=request.model, request=request,
+            events=receive, deadline=now + seconds if seconds is not None else float("inf"), buffering=buffering,
+        )  # fmt: skip
+        ticket = Ticket(
+            id=context.request_id or answer.id, reply=events, client=context.client or request.user,
+            priority=request.service_tier == "priority", estimate=estimate_tokens(request),
+            stream=bool(request.stream), asked_at=now, n_per_prompt=answer.n,
+        )  # fmt: skip
+        return ticket, answer
+
+    def _capacity(self, request: CompletionRequest) -> int:
+        """The longest answer the caller's channel must carry: the verdict, an event a token and choice, the end."""
+        asked = request.max_tokens if request.max_tokens is not None else request.max_completion_tokens
+        tokens = min(self.config.default_max_tokens if asked is None else asked, self.card.context_length)
+        prompts = len(request.prompt) if isinstance(request.prompt, list) and request.prompt else 1
+        return 4 + prompts * (request.n or 1) * (tokens + 2)
+
+    async def _plan_prompts(self, request: CompletionRequest) -> list[PromptPlan]:
+        """Short prompts are tokenized here and now, long ones beside the event loop."""
+        if text_bytes(request) <= self.config.thread_tokenize_bytes:
+            return plan_prompts(request, self.tokenizer, self.config, self._limits)
+        return await trio.to_thread.run_sync(plan_prompts, request, self.tokenizer, self.config, self._limits)
+
+    def _fill(self, ticket: Ticket, answer: Answer, plans: list[PromptPlan], context: Context) -> None:
+        """The ticket's sequences and choices, prompt by prompt, sample by sample."""
+        request = answer.request
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        answer.seed = seed
+        answer.sampling_options = effective_options(request, self._limits)
+        answer.prompts = tuple(plan.info for plan in plans)
+        keep = request.prompt_cache_key is not None or context.session is not None
+        for plan in plans:
+            wants = wants_of(request, plan)
+            params = sampling_params(request, answer.sampling_options, seed % 2**64, wants)
+            prompt = plan.info.token_ids
+            for sample in range(answer.n):
+                sequence = Sequence(
+                    prompt, msgspec.structs.replace(params, choice=sample) if sample else params,
+                    max_tokens=plan.max_tokens,
+                    min_tokens=min(request.min_tokens or 0, plan.max_tokens),
+                    eos_ids=frozenset() if request.ignore_eos else frozenset(self.tokenizer.eos_ids),
+                    score_from=len(prompt) - wants.echo if wants.rows and wants.echo else None,
+                    namespace=namespace_of(request, context), cache_limit=request.prompt_cache_max_len, keep=keep,
+                )  # fmt: skip
+                choice = Choice(ticket, len(ticket.choices), sequence, self.surfaces, stop_strings(request), wants)
+                sequence.owner = choice
+                ticket.sequences.append(sequence)
+                ticket.choices.append(choice)
+        ticket.queued_at = trio.current_time()
+        answer.usage = ticket.usage()
+
+    def _send(self, message: AdmissionMail) -> None:
+        """Into admission's mailbox, which is as long as all that can be under way at once."""
+        try:
+            self._to_admission.send_nowait(message)
+        except trio.WouldBlock:
+            raise EngineUnavailable("too many requests at the same instant: send this again", 1.0) from None
+        except trio.BrokenResourceError:
+            raise EngineUnavailable("the engine has ended", 5.0) from None
