@@ -118,7 +118,8 @@ class _Desk:
                 )  # fmt: skip
         waiting = len(self._queue) + len(self._tokenizing)
         tokens = sum(t.estimate for lane in (self._queue, self._tokenizing) for t in lane.values())
-        full = waiting >= config.queue_max or (waiting and tokens + ticket.estimate > config.queue_tokens_max)
+        places = max(config.choices_running_max - self._running_choices, 0)  # these will not wait
+        full = waiting >= config.queue_max + places or (waiting and tokens + ticket.estimate > config.queue_tokens_max)
         if not full or (ticket.priority and self._make_room()):
             return None
         self._metrics.refused.labels("queue_full").inc()

@@ -144,15 +144,25 @@ async def _run(config: EngineConfig, loaded: Loaded) -> AsyncIterator[Engine]:
     to_execution, at_execution = trio.open_memory_channel[ExecutionMail](config.execution_mailbox)
     to_fanout, at_fanout = trio.open_memory_channel[FanoutMail](config.fanout_mailbox)
     engine = Engine(config, loaded, metrics, scheduler, to_admission)
-    async with trio.open_nursery() as company:
-        company.start_soon(admission, at_admission, to_batching.clone(), config, metrics)
-        company.start_soon(batching, at_batching, to_admission.clone(), to_execution, to_fanout, scheduler, metrics)
-        company.start_soon(execution, at_execution, to_batching.clone(), loaded.executor)
-        company.start_soon(fanout, at_fanout, to_batching, metrics)
-        yield engine
-        engine.begin_drain()
-        await engine.idle()
-        company.cancel_scope.cancel(reason="the engine is closed and idle")
+    block_error: BaseException | None = None
+    try:
+        async with trio.open_nursery() as company:
+            company.start_soon(admission, at_admission, to_batching.clone(), config, metrics)
+            company.start_soon(batching, at_batching, to_admission.clone(), to_execution, to_fanout, scheduler, metrics)
+            company.start_soon(execution, at_execution, to_batching.clone(), loaded.executor)
+            company.start_soon(fanout, at_fanout, to_batching, metrics)
+            try:
+                yield engine
+            except BaseException as error:
+                block_error = error
+                raise
+            engine.begin_drain()
+            await engine.idle()
+            company.cancel_scope.cancel(reason="the engine is closed and idle")
+    except BaseExceptionGroup as group:
+        if block_error is not None and group.exceptions == (block_error,):
+            raise block_error from None  # the caller's own error: the nursery is ours, so its wrapping stays ours too
+        raise
 
 
 class Engine:
@@ -240,7 +250,7 @@ class Engine:
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound unless ``name`` is the served id, an alias, or ``accounts/*/models/<either>``."""
-        known = (self.card.id, *self.card.aliases)
+        known = (self.card.id, *self.config.model_aliases)
         parts = name.split("/")
         short = parts[3] if len(parts) == 4 and parts[0] == "accounts" and parts[2] == "models" else name
         if short not in known and name not in known:

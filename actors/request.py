@@ -133,3 +133,7 @@ class CompletionRequest(Part, frozen=True, kw_only=True):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     metadata: dict[str, str] | None = None
     images: list[str | list[str]] | None = None
+
+
+def from_fields(fields: dict[str, object]) -> CompletionRequest:
+    return msgspec.convert(fields, CompletionRequest)

@@ -170,12 +170,12 @@ class Scheduler:
         match = self._match(sequence, plan.step_id)
         if match.pending or not self._reserve(plan, match, len(sequence.tokens), left):
             return None
-        held = match.blocks
         chunk = min(len(sequence.tokens) - match.length, left)
         self.waiting.popleft()
         sequence.move("start")
         insort(self.running, sequence, key=lambda s: s.arrival)
-        sequence.blocks, sequence.computed = held, match.length
+        matched = len(match.blocks)
+        sequence.blocks, sequence.computed = match.blocks, match.length
         if sequence.cached_tokens is None:
             sequence.cached_tokens = match.length
         if sequence.params.uses_slot:
@@ -184,7 +184,7 @@ class Scheduler:
         covered = self._cover(plan, sequence, match.length + chunk)
         assert covered, "room was counted above"
         if match.source is not None:
-            plan.copies.append((match.source.id, sequence.blocks[len(held)].id))
+            plan.copies.append((match.source.id, sequence.blocks[matched].id))
         self._advance(plan, sequence, chunk, [])
         return chunk
 

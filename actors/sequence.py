@@ -138,7 +138,8 @@ class Sequence:
         """Take over the cached scores of positions start..stop-1."""
         if self.score_from is not None:
             for q in range(max(start, self.score_from, 1), stop):
-                self.scores.setdefault(q, block.scores[q % BLOCK_TOKENS])
+                if q not in self.scores:
+                    self.scores[q] = block.scores[q % BLOCK_TOKENS]
 
     def take(self, token: int) -> str | None:
         """Append a generated token; the reason to finish, if it is the last one."""

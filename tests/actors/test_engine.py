@@ -1,0 +1,306 @@
+"""The four actors together, on the simulated device in virtual time: answers, endings, abandonment and failures."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+from offbook.actors.config import EngineConfig
+from offbook.actors.engine import Engine, open_engine
+from offbook.actors.errors import (
+    ClientOverShare,
+    DeadlineExceeded,
+    EngineOverloaded,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    StepFailed,
+)
+from offbook.actors.events import Context, Delta
+from offbook.actors.execution import StepError
+from offbook.actors.steps import Step
+from offbook.kernels.params import SamplingParams
+from offbook.kernels.step import StepResult
+from sim_device import LetterTokenizer, SimDevice, expected, loaded_with, logprob_of
+from sim_executor import SimExecutor
+
+LETTERS = LetterTokenizer()
+
+
+@asynccontextmanager
+async def engine_on(executor: SimExecutor | None = None, **config: object) -> AsyncIterator[Engine]:
+    executor = executor or SimExecutor()
+    async with open_engine(EngineConfig(**config), loaded=loaded_with(executor, executor.device)) as engine:  # type: ignore[arg-type]
+        yield engine
+        with trio.fail_after(1000):
+            while engine.snapshot()["blocks_held"]:
+                await trio.sleep(0.01)
+        assert engine.snapshot()["running"] == engine.snapshot()["waiting"] == 0
+
+
+async def ask(engine: Engine, **fields: object) -> list[Delta]:
+    async with engine.complete(**fields) as answer:
+        return await answer.choices()
+
+
+def text_of(ids: list[int]) -> str:
+    return b"".join(LETTERS.token_bytes(t) for t in ids if not LETTERS.is_special(t)).decode()
+
+
+async def test_a_greedy_answer(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        (choice,) = await ask(engine, prompt="hello", temperature=0, max_tokens=9)
+    ids, reason = expected(LETTERS.encode("hello"), SamplingParams(temperature=0), 9)
+    assert (list(choice.token_ids), choice.finish_reason) == (ids, reason)
+    assert choice.text == text_of(ids)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_n_and_prompts_are_prompt_major(autojump_clock: trio.testing.MockClock, stream: bool) -> None:
+    async with engine_on() as engine:
+        choices = await ask(engine, prompt=["ab", "cd"], n=3, seed=5, max_tokens=6, stream=stream)
+    assert [c.index for c in choices] == list(range(6))
+    for c in choices:
+        prompt = LETTERS.encode(["ab", "cd"][c.index // 3])
+        ids, _ = expected(prompt, SamplingParams(seed=5, choice=c.index % 3), 6)
+        assert list(c.token_ids) == ids
+
+
+async def test_usage_and_timings_add_up(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        for cached in (0, 32):
+            async with engine.complete(prompt=[*range(1, 41)], ignore_eos=True, max_tokens=7, n=2) as answer:
+                await answer.choices()
+            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (40, 14)
+            assert answer.usage.cached_tokens >= cached
+            t = answer.timings
+            stages = (t.tokenizer_queue_s, t.tokenizer_s, t.prefill_queue_s, t.prefill_s, t.generation_queue_s, t.generation_s)
+            assert sum(stages) == pytest.approx(t.processing_s)
+            assert t.first_token_s == pytest.approx(0.01)
+            assert t.processing_s == pytest.approx(0.07, abs=0.02)
+
+
+async def test_echo_scores_every_prompt_token(autojump_clock: trio.testing.MockClock) -> None:
+    prompt = LETTERS.encode("scoring")
+    async with engine_on() as engine:
+        (choice,) = await ask(engine, prompt="scoring", echo=True, logprobs=2, max_tokens=0)
+        (last,) = await ask(engine, prompt="scoring", echo_last=3, logprobs=True, max_tokens=2)
+    assert (choice.text, choice.finish_reason, choice.token_ids) == ("scoring", "length", ())
+    assert [r.logprob for r in choice.rows] == [0.0, *(logprob_of(prompt[:q], prompt[q]) for q in range(1, 7))]
+    assert [len(r.top) for r in choice.rows] == [0, 2, 2, 2, 2, 2, 2]
+    assert [r.text_offset for r in choice.rows] == list(range(7))
+    assert last.text.startswith("ing")
+    assert [r.token_id for r in last.rows[:3]] == prompt[-3:]
+    assert len(last.rows) == 3 + len(last.token_ids)
+
+
+async def test_a_stop_string_ends_one_choice(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        (whole,) = await ask(engine, prompt="stop", temperature=0, max_tokens=30, ignore_eos=True)
+        text = whole.text
+        stop = text[7:9]
+        at = text.index(stop)
+        async with engine.complete(prompt="stop", temperature=0, max_tokens=30, ignore_eos=True, stop=stop) as answer:
+            (cut,) = await answer.choices()
+    assert (cut.text, cut.finish_reason) == (text[:at], "stop")
+    assert answer.usage.completion_tokens == len(cut.token_ids) < 30
+
+
+async def test_leaving_frees_everything_within_a_step(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        async with engine.complete(prompt="leave", ignore_eos=True, max_tokens=500, n=4) as answer:
+            async for _ in answer:
+                break
+        await trio.sleep(0.021)  # the step that was out, at most
+        assert engine.snapshot()["blocks_held"] == 0
+
+
+async def test_leaving_while_waiting(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on(running_max=1) as engine, trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(lambda: ask(engine, prompt="busy", ignore_eos=True, max_tokens=50))
+        await trio.sleep(0.05)
+        with trio.move_on_after(0.1):
+            await ask(engine, prompt="gone")
+
+
+async def test_a_full_queue_refuses_with_an_honest_time(autojump_clock: trio.testing.MockClock) -> None:
+    refused: list[float] = []
+
+    async def one(engine: Engine) -> None:
+        try:
+            await ask(engine, prompt="x", ignore_eos=True, max_tokens=20)
+        except EngineOverloaded as error:
+            assert error.retry_after_s is not None
+            refused.append(error.retry_after_s)
+
+    async with engine_on(running_max=1, queue_max=4) as engine, trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(one, engine)
+    assert len(refused) == 20 - 4 - 2
+    assert all(1 <= r <= 60 for r in refused)
+
+
+async def test_priority_overtakes_and_evicts(autojump_clock: trio.testing.MockClock) -> None:
+    order: list[str] = []
+
+    async def one(engine: Engine, name: str, tier: str) -> None:
+        try:
+            await ask(engine, prompt="x", ignore_eos=True, max_tokens=20, service_tier=tier)
+            order.append(name)
+        except EngineOverloaded:
+            order.append(f"{name} refused")
+
+    async with engine_on(running_max=1, queue_max=3) as engine, trio.open_nursery() as nursery:
+        for name in "abcde":
+            nursery.start_soon(one, engine, name, "default")
+            await trio.sleep(0.001)
+        nursery.start_soon(one, engine, "urgent", "priority")
+    assert order == ["e refused", "a", "b", "urgent", "c", "d"]
+
+
+async def test_one_clients_share(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on(client_share_max=1) as engine:
+        async with engine.complete(prompt="a", context=Context(client="k"), max_tokens=500, ignore_eos=True):
+            with pytest.raises(ClientOverShare):
+                async with engine.complete(prompt="b", context=Context(client="k")):
+                    pass
+            async with engine.complete(prompt="b", context=Context(client="other"), max_tokens=1) as answer:
+                await answer.choices()
+        await trio.sleep(0.05)
+        async with engine.complete(prompt="b", context=Context(client="k"), max_tokens=1) as answer:
+            await answer.choices()
+
+
+async def test_a_deadline_passes(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        async with engine.complete(prompt="a", context=Context(deadline_s=0.2), max_tokens=900, ignore_eos=True) as answer:
+            with pytest.raises(DeadlineExceeded):
+                await answer.choices()
+
+
+async def test_draining_refuses_and_finishes(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        async with engine.complete(prompt="a", max_tokens=20, ignore_eos=True) as answer:
+            engine.begin_drain()
+            with pytest.raises(EngineUnavailable):
+                await ask(engine, prompt="b")
+            (choice,) = await answer.choices()
+            assert len(choice.token_ids) == 20
+
+
+async def test_a_failing_step_fails_only_its_requests(autojump_clock: trio.testing.MockClock) -> None:
+    executor = SimExecutor()
+
+    def fail_once(step: Step) -> None:
+        executor.before = None
+        raise StepError("out of memory")
+
+    async with engine_on(executor) as engine:
+        async with engine.complete(prompt=[*range(1, 60)], max_tokens=50) as answer:
+            executor.before = fail_once
+            with pytest.raises(StepFailed, match="out of memory"):
+                await answer.choices()
+        (choice,) = await ask(engine, prompt=[*range(1, 60)], temperature=0, max_tokens=5)
+    assert list(choice.token_ids) == expected(range(1, 60), SamplingParams(temperature=0), 5)[0]
+
+
+async def test_a_poisoned_row_hurts_nobody_else(autojump_clock: trio.testing.MockClock) -> None:
+    executor = SimExecutor()
+
+    def poison(result: StepResult) -> None:
+        if len(result.token) == 2:
+            result.error[1] = 1
+            result.token[1] = -1
+
+    async with engine_on(executor) as engine:
+        async with engine.complete(prompt="good", temperature=0, max_tokens=20, ignore_eos=True) as good:
+            async with engine.complete(prompt="bad", max_tokens=20, ignore_eos=True) as bad:
+                executor.after = poison
+                with pytest.raises(StepFailed):
+                    await bad.choices()
+            (choice,) = await good.choices()
+    ids, _ = expected(LETTERS.encode("good"), SamplingParams(temperature=0), 20, frozenset())
+    assert list(choice.token_ids) == ids
+
+
+async def test_a_dead_executor_ends_the_engine(autojump_clock: trio.testing.MockClock) -> None:
+    executor = SimExecutor()
+
+    def die(step: Step) -> None:
+        raise OSError("the device is gone")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with engine_on(executor) as engine:
+            executor.before = die
+            await ask(engine, prompt="x")
+    assert caught.value.subgroup(OSError) is not None
+
+
+async def test_a_result_of_the_wrong_shape_ends_the_engine(autojump_clock: trio.testing.MockClock) -> None:
+    executor = SimExecutor()
+
+    def shrink(result: StepResult) -> None:
+        result.token = result.token[:0]
+
+    executor.after = shrink
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with engine_on(executor) as engine:
+            await ask(engine, prompt="x")
+    assert caught.value.subgroup(ValueError) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"logprobs": 6}, 422, "logprobs must be between 0 and 5: 6"),
+        ({"logprobs": True, "top_logprobs": 20}, 422, "top_logprobs must be between 0 and 5: 20"),
+        ({"logit_bias": {"x": 1}}, 422, "logit_bias.x"),
+        ({"logit_bias": {"64": 1}}, 400, "vocabulary of 64"),
+        ({"seed": 2**70}, 422, "seed"),
+        ({"prompt": [1, 64]}, 400, "prompt[1]"),
+        ({"prompt": [[1], [99]]}, 400, "prompt[1][0]"),
+        ({"prompt": ["a", ""]}, 400, "prompt[1]"),
+        ({"prompt": [1] * 1024}, 400, "The prompt is too long: 1024, model maximum context length: 1024"),
+        ({"max_tokens": 2000, "context_length_exceeded_behavior": "error"}, 400, "maximum context length"),
+        ({"images": ["data:image/png;base64,AA"]}, 400, "images"),
+        ({"min_tokens": 5, "max_tokens": 4}, 400, "min_tokens"),
+    ],
+)
+async def test_refusals_name_the_field(fields: dict[str, object], status: int, words: str) -> None:
+    async with engine_on() as engine:
+        with pytest.raises(InvalidRequest) as caught:
+            await ask(engine, **{"prompt": "x", **fields})
+    assert caught.value.status == status
+    assert words in caught.value.message
+
+
+async def test_unknown_model_and_names_that_are_known() -> None:
+    async with engine_on(model_aliases=("other",)) as engine:
+        with pytest.raises(ModelNotFound):
+            await ask(engine, prompt="x", model="nope")
+        for name in ("simulated", "other", "accounts/a/models/simulated", "accounts/a/models/other"):
+            engine.check_model(name)
+
+
+async def test_buffering_by_tokens_and_time(autojump_clock: trio.testing.MockClock) -> None:
+    async def sizes(engine: Engine, **options: object) -> list[int]:
+        async with engine.complete(prompt="b", ignore_eos=True, max_tokens=10, stream_options=options) as answer:
+            return [len(d.token_ids) async for d in answer]
+
+    async with engine_on() as engine:
+        assert await sizes(engine) == [1] * 10
+        assert await sizes(engine, buffer_tokens=4) == [4, 4, 2]
+        assert await sizes(engine, buffer_ms=35) == [4, 4, 2]
+        assert await sizes(engine, buffer_tokens=2, buffer_ms=55, buffer_mode="any") == [2] * 5
+        assert await sizes(engine, buffer_tokens=2, buffer_ms=55, buffer_mode="all") == [6, 4]
+        assert await sizes(engine, buffer_tokens=8, buffer_ms=15, buffer_mode="all") == [8, 2]
+
+
+async def test_the_callers_own_error_comes_out_unwrapped() -> None:
+    with pytest.raises(KeyError):
+        async with engine_on():
+            raise KeyError("mine")
