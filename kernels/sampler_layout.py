@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .params import SamplingParams
-from .step import SCORE, I32, U32, F32, SlotOpen, StepBatch, StepResult
+from .step import F32, I32, SCORE, U32, SlotOpen, StepBatch, StepResult
 
 GREEDY, MIROSTAT, ADJUSTS, COUNTS = 1, 2, 4, 8
 REPETITION_EPSILON = 1e-5  # stands for repetition_penalty 0, so that dividing a logit stays finite
@@ -31,11 +31,8 @@ CONSTANTS = np.dtype(
     ]
 )  # fmt: skip
 SLOT = np.dtype([("ids", "u8"), ("marks", "u8"), ("bias", "u8"), ("n", "i4"), ("_", "i4")])
-_POINTERS = (
-    "logits masks params row_forced row_draft row_mask run_start run_kind run_slot run_draw run_mu slots kept_at "
-    "token error logprob sampling_logprob kept run_mu_after top_ids top_logprobs kept_ids"
-).split()
-_NUMBERS = "vocabulary row_begin row_end runs mask_words top_width kept_width bf16".split()
+_POINTERS = ["logits", "masks", "params", "row_forced", "row_draft", "row_mask", "run_start", "run_kind", "run_slot", "run_draw", "run_mu", "slots", "kept_at", "token", "error", "logprob", "sampling_logprob", "kept", "run_mu_after", "top_ids", "top_logprobs", "kept_ids"]
+_NUMBERS = ["vocabulary", "row_begin", "row_end", "runs", "mask_words", "top_width", "kept_width", "bf16"]
 STEP_ARGS = np.dtype([(name, "u8") for name in _POINTERS] + [(name, "i4") for name in _NUMBERS])
 
 

@@ -85,10 +85,31 @@ struct Block {
     return part[0];
   }
 
+  // Sum of mass(f(i)).
   template <class F>
-  DEVICE u64 sum_u64(int n, F f) {
+  DEVICE u64 total_mass(int n, F f) {
     u64 total = 0;
-    for (int i = 0; i < n; i++) total += f(i);
+    for (int base = 0; base < n; base += CHUNK) total += mass_between(base, std::min(n, base + CHUNK), f);
+    return total;
+  }
+
+  // The same over at most CHUNK elements. Weights are split in 16 high and 24 low bits, so that 32-bit lanes hold the
+  // sums of a chunk and no 64-bit conversion is needed: (high << 24) + low is mass(e) exactly.
+  template <class F>
+  DEVICE u64 mass_between(int begin, int end, F f) {
+    constexpr int WIDTH = 32;
+    u32 high[WIDTH] = {}, low[WIDTH] = {};
+    u64 total = 0;
+    int i = begin;
+    for (; i + WIDTH <= end; i += WIDTH)
+      for (int l = 0; l < WIDTH; l++) {
+        float scaled = positive_part(f(i + l)) * 65536.0f;
+        int whole = (int)scaled;
+        high[l] += (u32)whole;
+        low[l] += (u32)(int)((scaled - (float)whole) * 16777216.0f);
+      }
+    for (; i < end; i++) total += mass(f(i));
+    for (int l = 0; l < WIDTH; l++) total += ((u64)high[l] << 24) + low[l];
     return total;
   }
 
@@ -106,10 +127,23 @@ struct Block {
     return total;
   }
 
+  static constexpr int TILE = 64;
+
+  // visit(i) for the i in begin..begin + TILE - 1 where p holds, in order. The flags vectorise; the visits are scalar.
+  template <class P, class V>
+  DEVICE void visit_tile(int begin, P p, V visit) {
+    alignas(8) unsigned char flags[TILE];
+    for (int j = 0; j < TILE; j++) flags[j] = p(begin + j) ? 1 : 0;
+    for (int j = 0; j < TILE; j += 8) {
+      u64 word;
+      memcpy(&word, flags + j, 8);
+      for (; word; word &= word - 1) visit(begin + j + (__builtin_ctzll(word) >> 3));
+    }
+  }
+
   // The first i where p holds, or n.
   template <class P>
   DEVICE int first(int n, P p) {
-    constexpr int TILE = 64;
     int i = 0;
     for (; i + TILE <= n; i += TILE) {
       u32 any = 0;
@@ -124,45 +158,31 @@ struct Block {
   // above limit where there are more).
   template <class P, class E>
   DEVICE int compact(int n, int limit, P p, E emit) {
-    constexpr int TILE = 64;
     int found = 0, i = 0;
-    for (; i + TILE <= n && found <= limit; i += TILE) {
-      u32 any = 0;
-      for (int j = 0; j < TILE; j++) any |= p(i + j) ? 1u : 0u;
-      if (any)
-        for (int j = 0; j < TILE; j++)
-          if (p(i + j)) {
-            if (found < limit) emit(i + j, found);
-            found++;
-          }
-    }
+    auto take = [&](int at) {
+      if (found < limit) emit(at, found);
+      found++;
+    };
+    for (; i + TILE <= n && found <= limit; i += TILE) visit_tile(i, p, take);
     for (; i < n && found <= limit; i++)
-      if (p(i)) {
-        if (found < limit) emit(i, found);
-        found++;
-      }
+      if (p(i)) take(i);
     return found;
   }
 
-  // table[b] = sum of measure(i) over the i with bin(i) == b; bin(i) < 0 skips i.
-  template <class F, class M>
-  DEVICE void histogram(int n, int bins, F bin, M measure) {
-    constexpr int TILE = 64;
+  // table[b] = sum of mass(f(i)) over the i with bin(i) == b; bin(i) < 0 skips i.
+  template <class N, class F>
+  DEVICE void histogram(int n, int bins, N bin, F f) {
     u64* table = s->table;
-    memset(table, 0, sizeof(u64) * (bins + 1));
+    memset(table, 0, sizeof(u64) * bins);
+    int at[TILE];
     int i = 0;
     for (; i + TILE <= n; i += TILE) {
-      int at[TILE];
-      int largest = -1;
       for (int j = 0; j < TILE; j++) at[j] = bin(i + j);
-      for (int j = 0; j < TILE; j++) largest = at[j] > largest ? at[j] : largest;
-      if (largest < 0) continue;
-      u64 m[TILE];
-      for (int j = 0; j < TILE; j++) m[j] = measure(i + j);
-      for (int j = 0; j < TILE; j++) table[at[j] < 0 ? bins : at[j]] += m[j];
+      const int base = i, *bins_of = at - base;
+      visit_tile(base, [=](int k) { return bins_of[k] >= 0; }, [=](int k) { table[bins_of[k]] += mass(f(k)); });
     }
     for (; i < n; i++)
-      if (int b = bin(i); b >= 0) table[b] += measure(i);
+      if (int b = bin(i); b >= 0) table[b] += mass(f(i));
   }
 
   // The first i in 0..n-1 (n <= TABLE) where the running sum of value reaches need; *before is the sum up to i - 1.
@@ -180,33 +200,25 @@ struct Block {
     return i;
   }
 
-  // Sums f over each CHUNK of consecutive elements into the table; returns the whole sum.
+  // Mass of f over each CHUNK of consecutive elements into the table; returns the whole sum.
   template <class F>
   DEVICE u64 chunk_masses(int n, F f) {
     u64 total = 0;
-    for (int c = 0, base = 0; base < n; c++, base += CHUNK) {
-      const int end = std::min(n - base, CHUNK);
-      u64 part = 0;
-      if (end == CHUNK)
-        for (int j = 0; j < CHUNK; j++) part += f(base + j);
-      else
-        for (int j = 0; j < end; j++) part += f(base + j);
-      s->table[c] = part;
-      total += part;
-    }
+    for (int c = 0, base = 0; base < n; c++, base += CHUNK)
+      total += s->table[c] = mass_between(base, std::min(n, base + CHUNK), f);
     return total;
   }
 
-  // After chunk_masses(n, f): the first i where the running sum of f reaches need.
+  // After chunk_masses(n, f): the first i where the running mass of f reaches need.
   template <class F>
   DEVICE int find_in_chunks(int n, F f, u64 need) {
     const u64* table = s->table;
     u64 before;
     int base = CHUNK * crossing((n + CHUNK - 1) / CHUNK, [=](int c) { return table[c]; }, need, &before);
-    u64 value[CHUNK];
+    float value[CHUNK];
     const int end = std::min(n - base, CHUNK);
     for (int j = 0; j < end; j++) value[j] = f(base + j);
-    const u64* values = value;
-    return base + crossing(end, [=](int j) { return values[j]; }, need - before, &before);
+    const float* values = value;
+    return base + crossing(end, [=](int j) { return mass(values[j]); }, need - before, &before);
   }
 };

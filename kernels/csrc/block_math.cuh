@@ -37,6 +37,9 @@ static DEVICE u64 multiply_high(u64 a, u64 b) { return (u64)(((unsigned __int128
 #define POSITIVE_INFINITY (bits_float(0x7f800000u))
 constexpr float LARGEST_FLOAT = 3.402823466e38f;
 
+// value or 0, without a branch (which would stop vectorisation).
+static DEVICE u32 only_if(bool condition, u32 value) { return value & (0u - (u32)condition); }
+
 // Ordered key: a < b as floats exactly when key(a) < key(b) as integers (NaN excluded; -0 sorts just below +0).
 constexpr u32 KEY_OF_NEGATIVE_INFINITY = 0x007fffffu;
 static DEVICE u32 ordered_key(float f) {
@@ -91,19 +94,18 @@ static DEVICE float log_positive(float x) {
   return out + (float)exponent * 0.693359375f;
 }
 
-// Fixed-point mass: e in [0, 1] as a multiple of 2^-40, rounded half to even; negative e (a dropped token) has none.
-// Integer sums do not depend on their order. 2^20 tokens of weight 1 stay below 2^60.
+// Fixed-point mass: e in [0, 1] in units of 2^-40, rounded down; negative e (a dropped token) has none. Integer sums do
+// not depend on their order. 2^20 tokens of weight 1 make 2^60. Lighter than 2^-40 of the best token is no mass at all.
 constexpr float MASS_ONE = 1099511627776.0f;  // 2^40
 constexpr float MASS_UNIT = 1.0f / 1099511627776.0f;
+static DEVICE float positive_part(float e) {  // no branch: one would stop vectorisation
+  return bits_float(float_bits(e) & ~(u32)((int)float_bits(e) >> 31));
+}
 static DEVICE u64 mass(float e) {
-  float positive = e > 0.0f ? e : 0.0f;
 #if defined(__CUDACC__)
-  return __float2ull_rn(positive * MASS_ONE);
+  return __float2ull_rz(positive_part(e) * MASS_ONE);
 #else
-  double shifted = (double)positive * 1099511627776.0 + 4503599627370496.0;  // + 2^52: the integer is the mantissa
-  u64 u;
-  memcpy(&u, &shifted, 8);
-  return u - 0x4330000000000000ull;
+  return (u64)(long long)(positive_part(e) * MASS_ONE);
 #endif
 }
 

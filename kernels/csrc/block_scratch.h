@@ -9,10 +9,10 @@ constexpr int TABLE = 2048;       // histogram bins, and the most chunks: n <= T
 constexpr int CANDIDATES = 2048;  // length of the short list
 
 struct Scratch {
-  u64 table[TABLE + 1];  // bins or chunk masses; the last one swallows skipped elements
-  u64 wide[LANES];       // reductions and scans between threads
-  float lanes[LANES];    // lane maxima
-  int id[CANDIDATES];    // the short list: ids ascending, their logits, their weights
+  u64 table[TABLE];    // bins or chunk masses
+  u64 wide[LANES];     // reductions and scans between threads
+  float lanes[LANES];  // lane maxima
+  int id[CANDIDATES];  // the short list: ids ascending, their logits, their weights
   float y[CANDIDATES];
   float e[CANDIDATES];
   int word[4];  // one value told to all threads

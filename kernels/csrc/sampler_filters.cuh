@@ -20,31 +20,32 @@ struct Cut {
   int index;
 };
 
-// The smallest prefix, in order of falling key and then rising j, whose measure reaches need (1 <= need <= total).
-// Three rounds of 11, 11 and 10 bits fix the key; then the ties are counted off in order. key(j) == 0 leaves j out.
-template <class B, class Key, class Measure>
-PROGRAM Cut find_cut(B& b, int n, Key key, Measure measure, u64 need) {
-  u32 prefix = 0, known = 0;
+// The smallest prefix, in order of falling key and then rising j, whose mass of f reaches need (1 <= need <= total).
+// Digit by digit (3 of a long list, 4 smaller ones of a short list) the key is fixed; then the ties are counted off in
+// order. key(j) == 0 leaves j out.
+template <class B, class Key, class F>
+PROGRAM Cut find_cut(B& b, int n, Key key, F f, u64 need) {
   const u64* table = b.s->table;
-  for (int shift = 21; shift >= 0; shift = shift > 10 ? shift - 11 : shift - 10) {
-    const int bins = shift ? 2048 : 1024;
-    const u32 want = prefix, mask = known;
-    b.histogram(
-        n, bins,
-        [=](int j) {
-          u32 k = key(j);
-          return ((k & mask) == want && k != 0) ? (int)((k >> shift) & (u32)(bins - 1)) : -1;
-        },
-        measure);
+  const int widest = n > CANDIDATES ? 11 : 8;
+  u32 prefix = 0, known = 0;
+  for (int shift = 32; shift > 0;) {
+    const int bits = shift < widest ? shift : widest, bins = 1 << bits;
+    shift -= bits;
+    const int down = shift;
+    const u32 want = prefix, mask = known, digit = (u32)(bins - 1);
+    auto bin = [=](int j) {
+      const u32 k = key(j);
+      return (int)(((k >> down) & digit) | ~(0u - (u32)(((k & mask) == want) & (k != 0))));
+    };
+    b.histogram(n, bins, bin, f);
     u64 before;
-    int at = bins - 1 - b.crossing(bins, [=](int i) { return table[bins - 1 - i]; }, need, &before);
+    const int from_top = b.crossing(bins, [=](int i) { return table[bins - 1 - i]; }, need, &before);
     need -= before;
-    prefix |= (u32)at << shift;
-    known |= (u32)(bins - 1) << shift;
-    if (shift == 0) break;
+    prefix |= (u32)(bins - 1 - from_top) << shift;
+    known |= digit << shift;
   }
   const u32 edge = prefix;
-  auto tied = [=](int j) { return key(j) == edge ? measure(j) : (u64)0; };
+  auto tied = [=](int j) { return bits_float(only_if(key(j) == edge, float_bits(f(j)))); };
   b.chunk_masses(n, tied);
   return Cut{edge, b.find_in_chunks(n, tied, need)};
 }
@@ -52,7 +53,7 @@ PROGRAM Cut find_cut(B& b, int n, Key key, Measure measure, u64 need) {
 template <class B>
 PROGRAM u64 alive_mass(B& b, TokenList t) {
   const float* e = t.e;
-  return b.sum_u64(t.n, [=](int j) { return mass(e[j]); });
+  return b.total_mass(t.n, [=](int j) { return e[j]; });
 }
 
 template <class B, class Key>
@@ -65,13 +66,33 @@ PROGRAM void drop_below(B& b, TokenList t, Key key, Cut cut) {
   });
 }
 
+// A lower bound of y above which the mass of f already reaches need, so that a long row need not be searched whole;
+// -infinity where none of the two guesses holds. Reads the lane maxima of y.
+template <class B, class F>
+PROGRAM float narrowed(B& b, TokenList t, F f, u64 need) {
+  if (t.id) return NEGATIVE_INFINITY;
+  const float *y = t.y, largest = b.kth_lane(1), reach = largest - b.kth_lane(LANES / 2);
+  for (int guess = 0; guess < 2; guess++) {
+    const float bound = largest - (guess ? 2.5f : 1.75f) * reach;
+    if (b.total_mass(t.n, [=](int j) { return bits_float(only_if(y[j] >= bound, float_bits(f(j)))); }) >= need) return bound;
+  }
+  return NEGATIVE_INFINITY;
+}
+
+// Keeps the smallest set of best tokens, of those whose f is at least `least`, whose mass of f reaches need.
+template <class B, class F>
+PROGRAM void keep_best(B& b, TokenList t, F f, float least, u64 need) {
+  const float *y = t.y, bound = narrowed(b, t, f, need);
+  auto key = [=](int j) { return only_if((f(j) >= least) & (y[j] >= bound), ordered_key(y[j])); };
+  drop_below(b, t, key, find_cut(b, t.n, key, f, need));
+}
+
 // Keeps the k most likely tokens.
 template <class B>
 PROGRAM void keep_top_k(B& b, TokenList t, int k) {
-  const float *e = t.e, *y = t.y;
+  const float* e = t.e;
   if (b.count(t.n, [=](int j) { return e[j] >= 0.0f; }) <= k) return;
-  auto key = [=](int j) { return e[j] >= 0.0f ? ordered_key(y[j]) : 0u; };
-  drop_below(b, t, key, find_cut(b, t.n, key, [=](int) { return (u64)1; }, (u64)k));
+  keep_best(b, t, [=](int j) { return e[j] >= 0.0f ? 1.0f : DROPPED; }, 0.0f, (u64)k << 40);
 }
 
 // The mass that a share p of the total asks for, at least one unit.
@@ -81,12 +102,11 @@ DEVICE u64 share_of(double p, u64 total) {
   return need ? need : 1;
 }
 
-// Keeps the smallest set of most likely tokens whose mass reaches need.
+// Keeps the smallest set of most likely tokens whose mass reaches need: none of them is too light to have any.
 template <class B>
 PROGRAM void keep_top_mass(B& b, TokenList t, u64 need) {
-  const float *e = t.e, *y = t.y;
-  auto key = [=](int j) { return e[j] >= 0.0f ? ordered_key(y[j]) : 0u; };
-  drop_below(b, t, key, find_cut(b, t.n, key, [=](int j) { return mass(e[j]); }, need));
+  const float* e = t.e;
+  keep_best(b, t, [=](int j) { return e[j]; }, MASS_UNIT, need);
 }
 
 // Keeps tokens at least min_p times as likely as the most likely one (whose weight is 1).
@@ -103,11 +123,11 @@ PROGRAM void keep_typical(B& b, TokenList t, float largest, float inverse_temper
   const float *e = t.e, *y = t.y;
   auto gap = [=](int j) { return (largest - y[j]) * inverse_temperature; };
   u64 total = alive_mass(b, t);
-  u64 weighted = b.sum_u64(t.n, [=](int j) { return e[j] > 0.0f ? mass(e[j] * gap(j)) : (u64)0; });
+  u64 weighted = b.total_mass(t.n, [=](int j) { return bits_float(only_if(e[j] >= MASS_UNIT, float_bits(e[j] * gap(j)))); });
   const float mean = (float)((double)weighted / (double)total);
   auto key = [=](int j) {
     float distance = gap(j) - mean;
-    return e[j] >= 0.0f ? ~(float_bits(distance) & 0x7fffffffu) : 0u;
+    return only_if(e[j] >= 0.0f, ~(float_bits(distance) & 0x7fffffffu));
   };
-  drop_below(b, t, key, find_cut(b, t.n, key, [=](int j) { return mass(e[j]); }, share_of(p, total)));
+  drop_below(b, t, key, find_cut(b, t.n, key, [=](int j) { return e[j]; }, share_of(p, total)));
 }

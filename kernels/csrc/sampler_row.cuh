@@ -12,6 +12,7 @@
 struct RawRow {
   const float* x;
   float largest, log_sum;  // of the raw logits
+  bool weighted;           // the buffer e holds the weights of x at temperature 1
   unsigned char error;
 };
 
@@ -26,9 +27,28 @@ DEVICE float raw_logprob(const RawRow& raw, int token) {
   return value > LOWEST_LOGPROB ? value : LOWEST_LOGPROB;
 }
 
-// The row as float32 (widened into the buffer if it is bfloat16), its largest logit and log-sum-exp.
+constexpr int PROBE = LANES / 2;  // how many of the best lanes the short list starts from
+
+// Whether the draw will need the weight of every token of the row.
+DEVICE bool needs_row_weights(const SamplingConstants& p) {
+  if (p.flags & GREEDY) return false;
+  if (p.flags & MIROSTAT) return true;
+  return p.top_k > 0 ? p.top_k > PROBE : p.top_p < 1.0 || p.min_p == 0.0f;
+}
+
 template <class B>
-PROGRAM RawRow read_raw(B& b, const StepArgs& a, RowBuffers buffers, int row) {
+PROGRAM void write_weights(B& b, const float* y, int n, float largest, float inverse_temperature, float* e) {
+  b.each(n, [=](int i) {
+    const float v = y[i];
+    const float weight = exp_negative((v - largest) * inverse_temperature);
+    e[i] = v > NEGATIVE_INFINITY ? weight : DROPPED;
+  });
+}
+
+// The row as float32 (widened into the buffer if it is bfloat16), its largest logit and log-sum-exp. The weights are
+// kept where the draw can use them as they are.
+template <class B>
+PROGRAM RawRow read_raw(B& b, const StepArgs& a, const SamplingConstants& p, RowBuffers buffers, int row) {
   const long long at = (long long)(row - a.row_begin) * a.vocabulary;
   const int n = a.vocabulary;
   RawRow raw;
@@ -40,12 +60,20 @@ PROGRAM RawRow read_raw(B& b, const StepArgs& a, RowBuffers buffers, int row) {
     raw.x = wide;
   }
   const float* x = raw.x;
-  bool bad = b.lane_maxima(n, [=](int i) { return x[i]; });
+  const bool bad = b.lane_maxima(n, [=](int i) { return x[i]; });
   const float largest = b.kth_lane(1);
   raw.largest = largest;
-  raw.error = bad ? ERROR_NAN : largest == NEGATIVE_INFINITY ? ERROR_EMPTY : 0;
   raw.log_sum = 0.0f;
-  if (!raw.error) raw.log_sum = log_positive(b.sum(n, [=](int i) { return exp_negative(x[i] - largest); }));
+  raw.error = bad ? ERROR_NAN : largest == NEGATIVE_INFINITY ? ERROR_EMPTY : 0;
+  raw.weighted = !raw.error && p.inverse_temperature == 1.0f && needs_row_weights(p);
+  if (raw.error) return raw;
+  if (raw.weighted) {
+    const float* e = buffers.e;
+    write_weights(b, x, n, largest, 1.0f, buffers.e);
+    raw.log_sum = log_positive(b.sum(n, [=](int i) { return positive_part(e[i]); }));
+  } else {
+    raw.log_sum = log_positive(b.sum(n, [=](int i) { return exp_negative(x[i] - largest); }));
+  }
   return raw;
 }
 
@@ -116,24 +144,11 @@ PROGRAM const float* process(B& b, const float* x, int n, const u32* mask, const
   return y;
 }
 
-// Draws from a row that no filter touches: the weights are used as they are made, nothing is stored.
-template <class B>
-PROGRAM Drawn draw_unfiltered(B& b, const float* y, int n, float largest, float inverse_temperature, u64 random) {
-  auto weight = [=](int i) { return mass(exp_negative((y[i] - largest) * inverse_temperature)); };
-  const u64 total = b.chunk_masses(n, weight);
-  Drawn out;
-  out.error = 0;
-  out.token = b.find_in_chunks(n, weight, multiply_high(random, total) + 1);
-  out.kept = b.count(n, [=](int i) { return y[i] > NEGATIVE_INFINITY; });
-  out.sampling_logprob = (y[out.token] - largest) * inverse_temperature - log_mass(total);
-  return out;
-}
-
 // Inverse CDF, in id order, over the tokens that are left: the same draw whatever list they are in.
 template <class B>
 PROGRAM Drawn draw_from(B& b, TokenList t, float largest, float inverse_temperature, u64 random) {
   const float* e = t.e;
-  auto weight = [=](int j) { return mass(e[j]); };
+  auto weight = [=](int j) { return e[j]; };
   const u64 total = b.chunk_masses(t.n, weight);
   const int j = b.find_in_chunks(t.n, weight, multiply_high(random, total) + 1);
   Drawn out;
@@ -151,25 +166,19 @@ PROGRAM void write_kept_ids(B& b, TokenList t, int limit, int* out) {
   b.compact(t.n, limit, [=](int j) { return e[j] >= 0.0f; }, [=](int j, int at) { out[at] = id ? id[j] : j; });
 }
 
-// Tokens with y >= bound and their weights: the short list if they fit, else the whole row.
+// Tokens with y >= bound and their weights: a short list if they fit, else the whole row.
 template <class B>
-PROGRAM TokenList list_above(B& b, const float* y, int n, float bound, float largest, float inverse_temperature,
-                            float* row_e) {
+PROGRAM TokenList list_above(B& b, TokenList row, float bound, float largest, float inverse_temperature, bool weighted) {
   int* list_id = b.s->id;
-  float *list_y = b.s->y, *e = row_e;
-  TokenList t{n, nullptr, y, row_e};
-  const bool hopeless = bound == NEGATIVE_INFINITY && n > CANDIDATES;
-  const int listed = hopeless ? n : b.compact(n, CANDIDATES, [=](int i) { return y[i] >= bound && y[i] > NEGATIVE_INFINITY; },
-                               [=](int i, int at) { list_id[at] = i, list_y[at] = y[i]; });
-  if (listed <= CANDIDATES) {
-    t = TokenList{listed, list_id, list_y, b.s->e};
-    e = b.s->e;
-  }
-  const float* from = t.y;
-  b.each(t.n, [=](int j) {
-    float v = from[j];
-    e[j] = v > NEGATIVE_INFINITY ? exp_negative((v - largest) * inverse_temperature) : DROPPED;
-  });
+  float* list_y = b.s->y;
+  const float* y = row.y;
+  int listed = CANDIDATES + 1;
+  if (bound > NEGATIVE_INFINITY || row.n <= CANDIDATES)
+    listed = b.compact(row.n, CANDIDATES, [=](int i) { return (y[i] >= bound) & (y[i] > NEGATIVE_INFINITY); },
+                       [=](int i, int at) { list_id[at] = i, list_y[at] = y[i]; });
+  const bool fits = listed <= CANDIDATES;
+  const TokenList t = fits ? TokenList{listed, list_id, list_y, b.s->e} : row;
+  if (fits || !weighted) write_weights(b, t.y, t.n, largest, inverse_temperature, t.e);
   return t;
 }
 
@@ -180,31 +189,29 @@ struct FirstList {
   float reach;  // mirostat: (y - largest) / temperature of the least likely token to keep
 };
 
+// `weighted`: the weights of the whole row are in row.e.
 template <class B>
-PROGRAM FirstList first_list(B& b, const float* y, int n, float largest, const SamplingConstants& p, float mu,
-                            float* row_e) {
+PROGRAM FirstList first_list(B& b, TokenList row, float largest, const SamplingConstants& p, float mu, bool weighted) {
   const float it = p.inverse_temperature;
   const float slack = 0.001f + (largest < 0.0f ? -largest : largest) * 1e-6f;  // the bound rounds; the filter decides
-  constexpr int PROBE = LANES / 2;  // how many of the best lanes the short list starts from
-  FirstList first{TokenList{0, nullptr, y, row_e}, 0, 0.0f};
+  FirstList first{row, 0, 0.0f};
   float bound = NEGATIVE_INFINITY;
-  const bool mirostat = p.flags & MIROSTAT;
-  if (!mirostat && p.top_k > 0) {
+  if (p.flags & MIROSTAT) {
+    first.reach = log_mass(alive_mass(b, row)) - mu;
+    bound = largest + (first.reach < 0.0f ? first.reach : 0.0f) / it - slack;
+  } else if (p.top_k > 0) {
     if (p.top_k <= PROBE) bound = b.kth_lane(p.top_k);
-  } else if (mirostat || p.top_p < 1.0) {
-    const u64 total = b.sum_u64(n, [=](int i) { return mass(exp_negative((y[i] - largest) * it)); });
-    if (mirostat) {
-      first.reach = log_mass(total) - mu;
-      bound = largest + (first.reach < 0.0f ? first.reach : 0.0f) / it - slack;
-    } else {
-      first.need = share_of(p.top_p, total);
-      first.list = list_above(b, y, n, b.kth_lane(PROBE), largest, it, row_e);
-      if (!first.list.id || alive_mass(b, first.list) >= first.need) return first;
-    }
+  } else if (p.top_p < 1.0) {
+    first.need = share_of(p.top_p, alive_mass(b, row));
+    first.list = list_above(b, row, b.kth_lane(PROBE), largest, it, weighted);
+    if (alive_mass(b, first.list) < first.need) first.list = row;
+    return first;
   } else if (p.min_p > 0.0f) {
     bound = largest + p.min_p_reach - slack;
+  } else {
+    return first;
   }
-  first.list = list_above(b, y, n, bound, largest, it, row_e);
+  first.list = list_above(b, row, bound, largest, it, weighted);
   return first;
 }
 
@@ -224,25 +231,26 @@ PROGRAM void filter(B& b, const FirstList& first, float largest, const SamplingC
   if (p.typical_p < 1.0) keep_typical(b, t, largest, p.inverse_temperature, p.typical_p);
 }
 
-// Draws one token from the processed logits y (lane maxima in the scratch). kept_ids: where to list survivors, or null.
+// Draws one token from the processed logits y (lane maxima in the scratch). `weighted`: e holds the weights already.
+// kept_ids: where to list the survivors, or null.
 template <class B>
-PROGRAM Drawn draw_row(B& b, const float* y, int n, const SamplingConstants& p, float mu, u64 random, float* row_e,
-                      int* kept_ids) {
+PROGRAM Drawn draw_row(B& b, const float* y, int n, const SamplingConstants& p, float mu, u64 random, float* e,
+                       bool weighted, int* kept_ids) {
   const float largest = b.kth_lane(1);
   if (largest == NEGATIVE_INFINITY) return Drawn{-1, 0, 0.0f, ERROR_EMPTY};
-  const bool filtered = (p.flags & MIROSTAT) || p.top_k > 0 || p.top_p < 1.0 || p.min_p > 0.0f || p.typical_p < 1.0;
   Drawn out{-1, 1, 0.0f, 0};
   if (p.flags & GREEDY) {
-    out.token = b.first(n, [=](int i) { return y[i] == largest; });
-    if (kept_ids) b.once([=] { kept_ids[0] = out.token; });
-  } else if (filtered || kept_ids) {
-    const FirstList first = first_list(b, y, n, largest, p, mu, row_e);
-    if (filtered) filter(b, first, largest, p);
-    out = draw_from(b, first.list, largest, p.inverse_temperature, random);
-    if (kept_ids && out.kept <= p.kept_ids_max) write_kept_ids(b, first.list, p.kept_ids_max, kept_ids);
-  } else {
-    out = draw_unfiltered(b, y, n, largest, p.inverse_temperature, random);
+    const int token = b.first(n, [=](int i) { return y[i] == largest; });
+    out.token = token;
+    if (kept_ids) b.once([=] { kept_ids[0] = token; });
+    return out;
   }
+  const bool needed = needs_row_weights(p);
+  if (needed && !weighted) write_weights(b, y, n, largest, p.inverse_temperature, e);
+  const FirstList first = first_list(b, TokenList{n, nullptr, y, e}, largest, p, mu, needed);
+  filter(b, first, largest, p);
+  out = draw_from(b, first.list, largest, p.inverse_temperature, random);
+  if (kept_ids && out.kept <= p.kept_ids_max) write_kept_ids(b, first.list, p.kept_ids_max, kept_ids);
   if (out.kept == 1 || out.sampling_logprob > 0.0f) out.sampling_logprob = 0.0f;
   if (out.sampling_logprob < LOWEST_LOGPROB) out.sampling_logprob = LOWEST_LOGPROB;
   return out;

@@ -42,7 +42,7 @@ PROGRAM void write_nothing(B& b, const StepArgs& a, int k, unsigned char error) 
 // Raw part of a row: reads it and reports the alternatives. On error the row is written off.
 template <class B>
 PROGRAM RawRow open_row(B& b, const StepArgs& a, const SamplingConstants& p, RowBuffers buffers, int k) {
-  RawRow raw = read_raw(b, a, buffers, k);
+  RawRow raw = read_raw(b, a, p, buffers, k);
   if (raw.error)
     write_nothing(b, a, k, raw.error);
   else if (a.top_width)
@@ -70,7 +70,8 @@ PROGRAM Drawn take_token(B& b, const StepArgs& a, const SamplingConstants& p, co
   const u32* mask = a.row_mask[k] < 0 ? nullptr : a.masks + (long long)a.row_mask[k] * a.mask_words;
   const float* y = process(b, raw.x, a.vocabulary, mask, slot, &p, buffers.y);
   int* kept_ids = a.kept_at[k] < 0 ? nullptr : a.kept_ids + (long long)a.kept_at[k] * a.kept_width;
-  return draw_row(b, y, a.vocabulary, p, mu, philox_u64(p.seed, draw, p.choice, 0, 0), buffers.e, kept_ids);
+  return draw_row(b, y, a.vocabulary, p, mu, philox_u64(p.seed, draw, p.choice, 0, 0), buffers.e,
+                  raw.weighted && y == raw.x, kept_ids);
 }
 
 template <class B>
