@@ -148,7 +148,7 @@ class _Desk:
         return not self._urgent(ticket), self._running[ticket.client], ticket.accepted_at
 
     def _retry_after_s(self, ahead: int) -> float:
-        """When a place is likely: at the rate at which requests have been ending, at least a second, at most a minute."""
+        """When a place is likely, at the rate at which requests have been ending; between a second and a minute."""
         return min(max(ahead * (self._release_s or 0.0), 1.0), 60.0)
 
     # -- leaving -------------------------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class BlockPool:
         return parent.children.get(tokens)
 
     def longest_start(self, parent: Block, tokens: Sequence[int], step_id: int) -> tuple[Block, int] | None:
-        """The cached continuation of ``parent`` that shares the longest start with ``tokens``, and how many tokens; only
-        blocks that an earlier step has filled (they are going to be copied)."""
+        """The cached continuation of ``parent`` that shares the longest start with ``tokens``, and how many tokens;
+        only blocks that an earlier step has filled (they are going to be copied)."""
         best: tuple[Block, int] | None = None
         for key, block in parent.children.items():
             if key[0] != tokens[0] or block.filled_by >= step_id:

@@ -52,7 +52,10 @@ class Choice:
         if self.finish_reason is not None or not (gain.tokens or gain.finish):
             return None
         echo = self._begin() if self._text is None else None
-        text, raw, rows, ids = [], [], [], []
+        text: list[str] = []
+        raw: list[str] = []
+        rows: list[TokenRow] = []
+        ids: list[int] = []
         for token, k in zip(gain.tokens, gain.rows, strict=True):
             last = gain.finish is not None and len(ids) + 1 == len(gain.tokens)
             self._add(token, k, result, last, text, raw, rows)

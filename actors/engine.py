@@ -214,7 +214,7 @@ class Engine:
     def complete(
         self, request: CompletionRequest | None = None, /, *, context: Context | None = None, **fields: object
     ) -> AbstractAsyncContextManager[Answer]:
-        """Ask for a completion: ``async with engine.complete(prompt="The sky is") as answer: async for delta in answer``.
+        """Ask for a completion: ``async with engine.complete(prompt="Hi") as answer: async for delta in answer: ...``.
 
         Takes a ready request, or its fields by name (then ``model`` defaults to the loaded one, and ``stream`` to true:
         deltas come as they are made). Leaving the block abandons what has not been generated. Raises CompletionError

@@ -29,7 +29,9 @@ class EngineMetrics:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"offbook_{name}", text, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS, labels: tuple[str, ...] = ()) -> Histogram:
+        def histogram(
+            name: str, text: str, buckets: tuple[float, ...] = SECONDS, labels: tuple[str, ...] = ()
+        ) -> Histogram:
             return Histogram(f"offbook_{name}", text, labels, buckets=buckets, registry=registry)
 
         self.waiting = gauge("requests_waiting", "Requests accepted and not yet running")

@@ -1,25 +1,30 @@
 """What one may ask: every field of the API document, for both transports.
 
 Rules of this file: this is the vocabulary of a completion request, shared by the HTTP door and the embedded API, so
-that both refuse the same things with the same words. Only shapes and ranges live in the types; what depends on the
-loaded model or on another field is checked in ``checks.py``. ``None`` always means "not given".
+that both refuse the same things with the same words. Shapes and ranges live in the types; what one field says about another
+is in ``request_rules.py``, what depends on the loaded model in ``resolve.py``. ``None`` always means "not given".
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from .errors import path  # noqa: F401  (re-exported for doors that print locations)
+from .errors import Failure, InvalidRequest
+from .field_errors import EXTRA, missing, struct_failures
+from .request_rules import prompt_failures, rule_failures, unservable_channel
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Prompt = str | list[TokenId | str | list[TokenId]]
+Prompt = str | Annotated[list[TokenId | str | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+StopString = Annotated[str, Meta(min_length=1)]
 Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Effort = Literal["low", "medium", "high", "xhigh", "max", "none", "adaptive"] | int | bool
+Nats = Annotated[float, Meta(ge=0, le=1e6)]
+Effort = Literal["low", "medium", "high", "xhigh", "max", "none", "adaptive"] | Annotated[int, Meta(ge=1, le=2**31 - 1)] | bool
 JsonObject = dict[str, object]
 
 
@@ -70,7 +75,7 @@ class PredictedOutput(Part, frozen=True, kw_only=True):
 
 
 class Thinking(Part, frozen=True, kw_only=True):
-    """Extended thinking; which keys go with which ``type`` is checked in ``checks.py``."""
+    """Extended thinking; which keys go with which ``type`` is in ``request_rules.py``."""
 
     type: Literal["enabled", "disabled", "adaptive"] = "enabled"
     budget_tokens: Annotated[int, Meta(ge=1024, le=2**31 - 1)] | None = None
@@ -91,7 +96,7 @@ class CompletionRequest(Part, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     context_length_exceeded_behavior: Literal["error", "truncate"] | None = None
     # where to stop
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
     ignore_eos: bool | None = None
     # the draw
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -102,8 +107,8 @@ class CompletionRequest(Part, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0, le=2)] | None = None
-    mirostat_target: Annotated[float, Meta(ge=0)] | None = None
-    mirostat_lr: Annotated[float, Meta(ge=0)] | None = None
+    mirostat_target: Nats | None = None
+    mirostat_lr: Nats | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: int | None = None
     # what comes back
@@ -135,5 +140,32 @@ class CompletionRequest(Part, frozen=True, kw_only=True):
     images: list[str | list[str]] | None = None
 
 
-def from_fields(fields: dict[str, object]) -> CompletionRequest:
-    return msgspec.convert(fields, CompletionRequest)
+def from_fields(fields: Mapping[str, object]) -> CompletionRequest:
+    """The request that these fields describe; an absent field and None are the same.
+
+    Raises InvalidRequest with every failure at once: status 400 when fields that do not exist are all that is wrong,
+    else 422.
+    """
+    request: CompletionRequest | None
+    try:
+        request = msgspec.convert(fields, CompletionRequest)
+    except msgspec.ValidationError:
+        request = None
+    if request is not None:
+        failures = [*prompt_failures(request.prompt), *rule_failures(fields)]
+    elif alone := unservable_channel(fields):
+        failures = [alone]
+    else:
+        failures = _all_failures(fields)
+    if failures:
+        raise InvalidRequest(*failures, status=400 if all(f.kind == EXTRA for f in failures) else 422)
+    assert request is not None
+    return request
+
+
+def _all_failures(fields: Mapping[str, object]) -> list[Failure]:
+    """The slow path, field by field; the prompt has rules of its own because its type alone decides too little."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    schema = struct_failures(CompletionRequest, given, skip=frozenset({"prompt"}))
+    prompt = prompt_failures(given["prompt"]) if "prompt" in given else [missing("prompt")]
+    return [*prompt, *schema, *rule_failures(given)]

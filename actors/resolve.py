@@ -184,11 +184,9 @@ def _fit(
         message = f"The prompt is too long: {len(ids)}, model maximum context length: {context}"
         return Failure(loc, message, "too_long"), 0
     if request.context_length_exceeded_behavior == "error" and asked is not None and len(ids) + asked > context:
-        message = (
-            f"The prompt's {len(ids)} tokens and max_tokens {asked} exceed the model's maximum context length of {context}"
-        )
-        return Failure(("max_tokens",) if request.max_tokens is not None else ("max_completion_tokens",), message,
-                       "too_long"), 0  # fmt: skip
+        message = f"The prompt's {len(ids)} tokens and {asked} more exceed the model's maximum context length of {context}"
+        field = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
+        return Failure((field,), message, "too_long"), 0
     return None, min(wanted, context - len(ids))
 
 
@@ -213,7 +211,9 @@ def effective_options(request: CompletionRequest, limits: Limits) -> dict[str, f
     return out
 
 
-def sampling_params(request: CompletionRequest, options: Mapping[str, float | int], seed: int, wants: Wants) -> SamplingParams:
+def sampling_params(
+    request: CompletionRequest, options: Mapping[str, float | int], seed: int, wants: Wants
+) -> SamplingParams:
     """The sampler's parameters of the first sample; the others differ in ``choice`` alone."""
     bias = tuple(sorted((int(k), float(v)) for k, v in (request.logit_bias or {}).items() if v))
     return msgspec.convert(

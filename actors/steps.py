@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from ..kernels.params import SamplingParams
-from ..kernels.step import SAMPLE, SCORE, I32, SlotOpen, StepBatch, StepResult
+from ..kernels.step import I32, SAMPLE, SCORE, SlotOpen, StepBatch, StepResult
 from .schedule import Plan, Scheduler, Work
 from .sequence import Sequence
 

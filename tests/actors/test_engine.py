@@ -8,6 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 import trio.testing
+from sim_device import LetterTokenizer, expected, loaded_with, logprob_of
+from sim_executor import SimExecutor
+
 from offbook.actors.config import EngineConfig
 from offbook.actors.engine import Engine, open_engine
 from offbook.actors.errors import (
@@ -21,11 +24,10 @@ from offbook.actors.errors import (
 )
 from offbook.actors.events import Context, Delta
 from offbook.actors.execution import StepError
+from offbook.actors.request import from_fields
 from offbook.actors.steps import Step
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.step import StepResult
-from sim_device import LetterTokenizer, SimDevice, expected, loaded_with, logprob_of
-from sim_executor import SimExecutor
 
 LETTERS = LetterTokenizer()
 
@@ -36,13 +38,15 @@ async def engine_on(executor: SimExecutor | None = None, **config: object) -> As
     async with open_engine(EngineConfig(**config), loaded=loaded_with(executor, executor.device)) as engine:  # type: ignore[arg-type]
         yield engine
         with trio.fail_after(1000):
-            while engine.snapshot()["blocks_held"]:
+            for _ in range(100_000):
+                if not engine.snapshot()["blocks_held"]:
+                    break
                 await trio.sleep(0.01)
         assert engine.snapshot()["running"] == engine.snapshot()["waiting"] == 0
 
 
 async def ask(engine: Engine, **fields: object) -> list[Delta]:
-    async with engine.complete(**fields) as answer:
+    async with engine.complete(from_fields({"model": "simulated", "stream": True, **fields})) as answer:
         return await answer.choices()
 
 
@@ -77,8 +81,8 @@ async def test_usage_and_timings_add_up(autojump_clock: trio.testing.MockClock) 
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (40, 14)
             assert answer.usage.cached_tokens >= cached
             t = answer.timings
-            stages = (t.tokenizer_queue_s, t.tokenizer_s, t.prefill_queue_s, t.prefill_s, t.generation_queue_s, t.generation_s)
-            assert sum(stages) == pytest.approx(t.processing_s)
+            prefill = t.tokenizer_queue_s + t.tokenizer_s + t.prefill_queue_s + t.prefill_s
+            assert prefill + t.generation_queue_s + t.generation_s == pytest.approx(t.processing_s)
             assert t.first_token_s == pytest.approx(0.01)
             assert t.processing_s == pytest.approx(0.07, abs=0.02)
 
@@ -177,19 +181,19 @@ async def test_one_clients_share(autojump_clock: trio.testing.MockClock) -> None
 
 async def test_a_deadline_passes(autojump_clock: trio.testing.MockClock) -> None:
     async with engine_on() as engine:
-        async with engine.complete(prompt="a", context=Context(deadline_s=0.2), max_tokens=900, ignore_eos=True) as answer:
+        soon = Context(deadline_s=0.2)
+        async with engine.complete(prompt="a", context=soon, max_tokens=900, ignore_eos=True) as answer:
             with pytest.raises(DeadlineExceeded):
                 await answer.choices()
 
 
 async def test_draining_refuses_and_finishes(autojump_clock: trio.testing.MockClock) -> None:
-    async with engine_on() as engine:
-        async with engine.complete(prompt="a", max_tokens=20, ignore_eos=True) as answer:
-            engine.begin_drain()
-            with pytest.raises(EngineUnavailable):
-                await ask(engine, prompt="b")
-            (choice,) = await answer.choices()
-            assert len(choice.token_ids) == 20
+    async with engine_on() as engine, engine.complete(prompt="a", max_tokens=20, ignore_eos=True) as answer:
+        engine.begin_drain()
+        with pytest.raises(EngineUnavailable):
+            await ask(engine, prompt="b")
+        (choice,) = await answer.choices()
+        assert len(choice.token_ids) == 20
 
 
 async def test_a_failing_step_fails_only_its_requests(autojump_clock: trio.testing.MockClock) -> None:

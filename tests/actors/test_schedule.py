@@ -8,12 +8,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_device import EOS, SimDevice, expected, logprob_of, run_on
+
 from offbook.actors.blocks import BlockPool, blocks_for
 from offbook.actors.schedule import Scheduler, StepBudget
 from offbook.actors.sequence import TRANSITIONS, Sequence, State
 from offbook.actors.steps import assemble, harvest
 from offbook.kernels.params import SamplingParams
-from sim_device import EOS, SimDevice, expected, logprob_of, run_on
 
 
 class Driver:

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from offbook.actors.engine import Loaded
 from offbook.actors.events import ModelCard
 from offbook.actors.resolve import Limits

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import trio
+from sim_device import SimDevice, run_on
+
 from offbook.actors.execution import StepError
 from offbook.actors.steps import Step
 from offbook.kernels.step import StepResult
-from sim_device import SimDevice, run_on
 
 
 class SimExecutor:
