@@ -1,8 +1,8 @@
 """What one may ask: every field of the API document, for both transports.
 
 Rules of this file: this is the vocabulary of a completion request, shared by the HTTP door and the embedded API, so
-that both refuse the same things with the same words. Shapes and ranges live in the types; what one field says about another
-is in ``request_rules.py``, what depends on the loaded model in ``resolve.py``. ``None`` always means "not given".
+that both refuse the same things with the same words. Shapes and ranges live in the types; what one field says about
+another is in ``request_rules.py``, what depends on the loaded model in ``resolve.py``. ``None`` always means "not given".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from .errors import Failure, InvalidRequest
 from .field_errors import EXTRA, missing, struct_failures
-from .request_rules import prompt_failures, rule_failures, unservable_channel
+from .request_rules import prompt_failures, rule_failures, storage_mask, storage_routing
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Prompt = str | Annotated[list[TokenId | str | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
@@ -24,7 +24,8 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Nats = Annotated[float, Meta(ge=0, le=1e6)]
-Effort = Literal["low", "medium", "high", "xhigh", "max", "none", "adaptive"] | Annotated[int, Meta(ge=1, le=2**31 - 1)] | bool
+ThinkingTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Effort = Literal["low", "medium", "high", "xhigh", "max", "none", "adaptive"] | ThinkingTokens | bool
 JsonObject = dict[str, object]
 
 
@@ -153,7 +154,7 @@ def from_fields(fields: Mapping[str, object]) -> CompletionRequest:
         request = None
     if request is not None:
         failures = [*prompt_failures(request.prompt), *rule_failures(fields)]
-    elif alone := unservable_channel(fields):
+    elif alone := storage_routing(fields):
         failures = [alone]
     else:
         failures = _all_failures(fields)
@@ -166,6 +167,7 @@ def from_fields(fields: Mapping[str, object]) -> CompletionRequest:
 def _all_failures(fields: Mapping[str, object]) -> list[Failure]:
     """The slow path, field by field; the prompt has rules of its own because its type alone decides too little."""
     given = {name: value for name, value in fields.items() if value is not None}
-    schema = struct_failures(CompletionRequest, given, skip=frozenset({"prompt"}))
+    mask = storage_mask(given)
+    schema = struct_failures(CompletionRequest, given, skip=frozenset({"prompt", *(f.loc[0] for f in mask)}))
     prompt = prompt_failures(given["prompt"]) if "prompt" in given else [missing("prompt")]
-    return [*prompt, *schema, *rule_failures(given)]
+    return [*prompt, *schema, *mask, *rule_failures(given)]
