@@ -8,16 +8,22 @@ owns the ticket finds it ``abandoned`` and lets go. Stamps are trio clock second
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .errors import CompletionError
-from .events import Delta, Speculation, Timings, Usage
+from .events import Delta, FinishReason, Speculation, Timings, Usage
+from .sequence import Sequence
 
 if TYPE_CHECKING:
     import trio
 
-    from .choice import Choice
-    from .sequence import Sequence
+
+class Written(Protocol):
+    """What a ticket knows of its choices (choice.py)."""
+
+    completion_tokens: int
+    finish_reason: FinishReason | None
+    sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class Ticket:
     stream: bool
     asked_at: float
     sequences: list[Sequence] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[Written] = field(default_factory=list)
     n_per_prompt: int = 1
     accepted_at: float = 0.0
     queued_at: float = 0.0  # tokenized, in the queue
