@@ -2,7 +2,7 @@
 
 Rules of this file: this is the vocabulary of a completion request, shared by the HTTP door and the embedded API, so
 that both refuse the same things with the same words. Shapes and ranges live in the types; what one field says about
-another is in ``request_rules.py``, what depends on the loaded model in ``resolve.py``. ``None`` always means "not given".
+another is in ``request_rules.py``, what depends on the loaded model in ``resolve.py``. ``None`` means "not given".
 """
 
 from __future__ import annotations
@@ -168,6 +168,6 @@ def _all_failures(fields: Mapping[str, object]) -> list[Failure]:
     """The slow path, field by field; the prompt has rules of its own because its type alone decides too little."""
     given = {name: value for name, value in fields.items() if value is not None}
     mask = storage_mask(given)
-    schema = struct_failures(CompletionRequest, given, skip=frozenset({"prompt", *(f.loc[0] for f in mask)}))
+    schema = struct_failures(CompletionRequest, given, skip=frozenset({"prompt", *(["sampling_mask"] if mask else [])}))
     prompt = prompt_failures(given["prompt"]) if "prompt" in given else [missing("prompt")]
     return [*prompt, *schema, *mask, *rule_failures(given)]
