@@ -133,7 +133,7 @@ class CompletionChunk(Wire, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[WireChoice]
-    usage: UsageInfo | None | UnsetType = UNSET
+    usage: UsageInfo | UnsetType | None = UNSET
     perf_metrics: PerfMetrics | UnsetType = UNSET
     error: WireError | UnsetType = UNSET
 

@@ -1,7 +1,7 @@
 """From an answer's events to the wire and to headers. Pure: no I/O, no clocks, no waiting.
 
-Rules of this file: the joined chunks of a choice say the same as the plain answer; a chunk costs one encoding of what is
-new in it; what only the end of a stream can tell (raw output) is gathered here, and only when it was asked for.
+Rules of this file: the joined chunks of a choice say the same as the plain answer; a chunk costs one encoding of what
+is new in it; what only the end of a stream can tell (raw output) is gathered here, and only when it was asked for.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class StreamWriter:
         self._usage = options is None or options.include_usage is not False
 
     def chunk(self, delta: Delta) -> bytes:
-        """One delta as an event; the last finish of the stream brings the performance metrics if they were asked for."""
+        """One delta as an event; the last finish of the stream brings the performance metrics, if asked for."""
         writer = self._choices.get(delta.index)
         if writer is None:
             writer = self._choices[delta.index] = ChoiceWriter(self._answer, self._piece, delta.index)
