@@ -110,6 +110,8 @@ def check_model(
         raise ModelFileError(f"{path}: {spec.n_heads} heads cannot share {spec.n_kv_heads} KV heads evenly")
     if spec.head_dim % 2:
         raise ModelFileError(f"{path}: rotary embeddings need an even head size, not {spec.head_dim}")
+    if spec.n_layers > len(names):
+        raise ModelFileError(f"{path}: it holds {len(names)} tensors, too few for {spec.n_layers} layers")
     expected = expected_shapes(spec)
     for name, shape in expected.items():
         found = shape_of(name)
