@@ -6,6 +6,7 @@ Deltas of one choice are never reordered; a held delta leaves at the latest with
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from types import TracebackType
 from typing import Literal, Self
@@ -39,7 +40,7 @@ class Buffering:
     def wake_at(self, tokens: int, held_since: float) -> float:
         """When time alone will make them due; infinity when it will not."""
         waits_for_tokens = self.every and self.tokens and tokens < self.tokens
-        return held_since + self.s if self.s and not waits_for_tokens else float("inf")
+        return held_since + self.s if self.s and not waits_for_tokens else math.inf
 
 
 class _Held:
@@ -118,7 +119,9 @@ class Answer:
         return out
 
     async def _fill(self) -> None:
-        wake_at = min((self._buffering.wake_at(h.tokens, h.since) for h in self._held.values()), default=float("inf"))
+        wake_at = math.inf
+        if self._held:
+            wake_at = min(self._buffering.wake_at(h.tokens, h.since) for h in self._held.values())
         event = await self._receive(min(wake_at, self._deadline), may_time_out=wake_at <= self._deadline)
         if event is not None:
             self._take(event)
@@ -126,15 +129,16 @@ class Answer:
         self._release(trio.current_time())
 
     async def _receive(self, until: float, *, may_time_out: bool = False) -> Event | None:
-        event: Event | None = None
-        with trio.move_on_at(until) as scope:
-            try:
-                event = await self._events.receive()
-            except trio.EndOfChannel:
-                raise StepFailed("the engine ended before the answer did") from None
-        if event is None and scope.cancelled_caught and not may_time_out:
-            raise DeadlineExceeded("the request's deadline passed before its answer was complete")
-        return event
+        try:
+            if until == math.inf:
+                return await self._events.receive()
+            with trio.move_on_at(until):
+                return await self._events.receive()
+        except trio.EndOfChannel:
+            raise StepFailed("the engine ended before the answer did") from None
+        if may_time_out:
+            return None
+        raise DeadlineExceeded("the request's deadline passed before its answer was complete")
 
     def _take_all_nowait(self) -> None:
         while not self._ended:

@@ -10,6 +10,7 @@ for room in admission's mailbox, which always drains.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
@@ -266,7 +267,7 @@ class Engine:
             buffering = Buffering(options.buffer_tokens or 0, options.buffer_ms or 0.0, options.buffer_mode or "any")
         answer = Answer(
             id=f"cmpl-{secrets.token_hex(16)}", created=int(time.time()), model=request.model, request=request,
-            events=receive, deadline=now + seconds if seconds is not None else float("inf"), buffering=buffering,
+            events=receive, deadline=now + seconds if seconds is not None else math.inf, buffering=buffering,
         )  # fmt: skip
         ticket = Ticket(
             id=context.request_id or answer.id, reply=events, client=context.client or request.user,
