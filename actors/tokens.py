@@ -31,6 +31,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._kind = _kind(json.loads(tokenizer_json))
         self._rows = spec.vocabulary_size
+        self._missing = self._missing_bytes()
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items() if token_id < self._rows}
         self._special = frozenset(token_id for token_id in self._added if added[token_id].special)
@@ -42,16 +43,25 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; special tokens written in it are parsed, BOS comes first where the model wants one.
 
-        Raises ValueError for text that is not Unicode (lone surrogates) or that this model has no row for.
+        Raises ValueError for text that is not Unicode (lone surrogates) or that this model has no token or row for.
         """
         try:
-            text.encode()
+            data = text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text holds a lone surrogate at character {error.start}") from None
+        if self._missing and len(data.translate(None, self._missing)) < len(data):
+            at = next(i for i, character in enumerate(text) if set(character.encode()) & set(self._missing))
+            raise ValueError(f"the text holds {text[at]!a} at character {at}, for which this model has no token")
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if ids and max(ids) >= self._rows:
             raise ValueError(f"the text holds token {max(ids)}, which this model's vocabulary of {self._rows} lacks")
         return [*self._prefix, *ids]
+
+    def _missing_bytes(self) -> bytes:
+        """The bytes that a byte-level vocabulary lacks; the library would drop them from the text without a word."""
+        if self._kind != "byte-level":
+            return b""
+        return bytes(ord(byte) for code, byte in _ALPHABET.items() if self._tokenizer.token_to_id(chr(code)) is None)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Exactly the bytes that the token adds to the output; empty for an id that stands for no token.
