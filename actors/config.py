@@ -47,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # constraints, drafts, thinking
     grammar_bytes_max: int = 256 * 1024
     grammar_compile_s: float = 5.0
+    grammar_compilers: int = 2  # compilations at a time: the rest of the machine goes on serving
+    grammars_kept: int = 128
     grammar_lenient: bool = False
     draft_tokens_max: int = 16  # draft rows per sequence and step
     prompt_lookup: bool = False  # draft from the prompt for every request

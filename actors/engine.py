@@ -33,10 +33,13 @@ from .batching import batching
 from .blocks import BlockPool
 from .choice import Choice
 from .config import EngineConfig
+from .constraints import Constraints
+from .drafts import Prediction, PromptLookup
 from .errors import EngineUnavailable, ModelNotFound
 from .events import Context, ModelCard
 from .execution import Executor, ThreadExecutor, execution
 from .fanout import fanout
+from .grammar import Constraint
 from .messages import AdmissionMail, Apply, BatchingMail, Enqueue, ExecutionMail, FanoutMail
 from .metrics import EngineMetrics
 from .request import CompletionRequest, from_fields
@@ -48,6 +51,7 @@ from .resolve import (
     estimate_tokens,
     namespace_of,
     plan_prompts,
+    predicted_ids,
     sampling_params,
     stop_strings,
     text_bytes,
@@ -182,6 +186,7 @@ class Engine:
         self._metrics = metrics
         self._scheduler = scheduler
         self._to_admission = to_admission
+        self._constraints = Constraints(config, loaded.tokenizer, loaded.tokenizer.eos_ids, loaded.card.vocabulary_size)
         self._active = 0
         self._idle = trio.Event()
         self._idle.set()
@@ -240,7 +245,8 @@ class Engine:
             self._send(Apply(ticket))
             await answer.accepted()
             plans = await self._plan_prompts(request)
-            self._fill(ticket, answer, plans, context)
+            constraint = await self._constraints.get(request.response_format)
+            self._fill(ticket, answer, plans, context, constraint)
             self._send(Enqueue(ticket))
             yield answer
         finally:
@@ -289,13 +295,20 @@ class Engine:
             return plan_prompts(request, self.tokenizer, self.config, self._limits)
         return await trio.to_thread.run_sync(plan_prompts, request, self.tokenizer, self.config, self._limits)
 
-    def _fill(self, ticket: Ticket, answer: Answer, plans: list[PromptPlan], context: Context) -> None:
+    def _fill(
+        self, ticket: Ticket, answer: Answer, plans: list[PromptPlan], context: Context, constraint: Constraint | None
+    ) -> None:
         """The ticket's sequences and choices, prompt by prompt, sample by sample."""
         request = answer.request
         seed = secrets.randbits(63) if request.seed is None else request.seed
         answer.seed = seed
         answer.sampling_options = effective_options(request, self._limits)
         answer.prompts = tuple(plan.info for plan in plans)
+        if constraint is not None:
+            answer.grammar, answer.warnings = constraint.source, constraint.warnings
+        prediction = predicted_ids(request, self.tokenizer, self._limits)
+        ticket.prediction_tokens = len(prediction)
+        drafter = Prediction(prediction) if prediction else PromptLookup(()) if self.config.prompt_lookup else None
         keep = request.prompt_cache_key is not None or context.session is not None
         for plan in plans:
             wants = wants_of(request, plan)
@@ -309,6 +322,8 @@ class Engine:
                     eos_ids=frozenset() if request.ignore_eos else frozenset(self.tokenizer.eos_ids),
                     score_from=len(prompt) - wants.echo if wants.rows and wants.echo else None,
                     namespace=namespace_of(request, context), cache_limit=request.prompt_cache_max_len, keep=keep,
+                    matcher=constraint.matcher() if constraint is not None else None,
+                    drafter=drafter.fresh() if drafter is not None else None,
                 )  # fmt: skip
                 choice = Choice(ticket, len(ticket.choices), sequence, self.surfaces, stop_strings(request), wants)
                 sequence.owner = choice

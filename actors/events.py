@@ -72,8 +72,8 @@ class Timings(msgspec.Struct, kw_only=True):
 class Speculation(msgspec.Struct, kw_only=True):
     """How a predicted output fared, summed over the choices."""
 
-    prompt_tokens: int = 0  # tokens of the prediction
-    matched_tokens: int = 0  # of these, how many appeared in the answer through an accepted draft
+    prompt_tokens: int = 0  # tokens of the prediction, once
+    matched_tokens: int = 0  # how many of them were drafted and accepted
     drafted_tokens: int = 0  # draft tokens fed to the model, whatever their source
     accepted: tuple[tuple[int, int], ...] = ()  # per draft position: (accepted, tried)
 

@@ -89,13 +89,13 @@ def _end(ticket: Ticket) -> None:
 def _speculation(ticket: Ticket) -> Speculation | None:
     """Figures over all choices, or None where nothing was drafted or predicted."""
     steps = [step for c in ticket.choices for step in c.sequence.drafted]
-    predicted = [c.sequence.drafter for c in ticket.choices if c.sequence.drafter is not None]
-    if not steps and not predicted:
+    if not steps and not ticket.prediction_tokens:
         return None
+    drafters = [c.sequence.drafter for c in ticket.choices if c.sequence.drafter is not None]
     longest = max((drafted for drafted, _ in steps), default=0)
     return Speculation(
-        prompt_tokens=sum(d.prediction_tokens for d in predicted),
-        matched_tokens=sum(d.matched_tokens for d in predicted),
+        prompt_tokens=ticket.prediction_tokens,
+        matched_tokens=sum(d.matched for d in drafters) if ticket.prediction_tokens else 0,
         drafted_tokens=sum(drafted for drafted, _ in steps),
         accepted=tuple(
             (sum(hit > i for _, hit in steps), sum(drafted > i for drafted, _ in steps)) for i in range(longest)

@@ -16,7 +16,7 @@ from .choice import Wants
 from .config import EngineConfig
 from .errors import Failure, InvalidRequest
 from .events import Context, PromptInfo
-from .request import CompletionRequest
+from .request import CompletionRequest, PredictedOutput
 from .tokens import Tokenizer
 
 SEED_BITS = 64
@@ -188,6 +188,37 @@ def _fit(
         field = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         return Failure((field,), message, "too_long"), 0
     return None, min(wanted, context - len(ids))
+
+
+def predicted_ids(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits) -> list[int]:
+    """The predicted output as token ids, BOS not among them; empty when there is none. Raises InvalidRequest (400)."""
+    field, given = "speculation", request.speculation
+    if given is None and request.prediction is not None:
+        field, given = "prediction", _prediction_text(request.prediction)
+    if given is None:
+        return []
+    if isinstance(given, str):
+        try:
+            return tokenizer.encode(given, bos=False)
+        except ValueError as error:
+            raise InvalidRequest(Failure((field,), str(error), "value_error"), status=400) from None
+    wrong = next((i for i, t in enumerate(given) if t >= limits.vocabulary_size), None)
+    if wrong is not None:
+        message = f"Token id {given[wrong]} is outside the model's vocabulary of {limits.vocabulary_size}"
+        raise InvalidRequest(Failure((field, wrong), message, "token_id", str(given[wrong])), status=400)
+    return given
+
+
+def _prediction_text(prediction: PredictedOutput | str) -> str:
+    if isinstance(prediction, str):
+        return prediction
+    if isinstance(prediction.content, str):
+        return prediction.content
+    bad = [Failure(("prediction", "content", i, "type"), "A prediction is made of text parts", "not_supported", part.type)
+           for i, part in enumerate(prediction.content) if part.type != "text" or part.text is None]  # fmt: skip
+    if bad:
+        raise InvalidRequest(*bad, status=400)
+    return "".join(part.text or "" for part in prediction.content)
 
 
 # -- sampling and output ---------------------------------------------------------------------------------------------

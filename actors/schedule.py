@@ -148,8 +148,8 @@ class Scheduler:
         drafts = sequence.matcher.forced_tokens()[:most] if sequence.matcher is not None else []
         if sequence.drafter is not None and not drafts:
             drafts = sequence.drafter.propose(sequence.tokens, sequence.n_prompt, most)
-            if drafts and sequence.matcher is not None:
-                drafts = drafts[: sequence.matcher.accepts(drafts)]
+        if drafts and sequence.matcher is not None:
+            drafts = drafts[: sequence.matcher.accepts(drafts)]
         return drafts
 
     def _prefill(self, plan: Plan, sequence: Sequence, left: int) -> int:

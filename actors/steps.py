@@ -13,7 +13,8 @@ from itertools import accumulate
 import numpy as np
 
 from ..kernels.params import SamplingParams
-from ..kernels.step import I32, SAMPLE, SCORE, SlotOpen, StepBatch, StepResult
+from ..kernels.step import I32, SAMPLE, SCORE, U32, SlotOpen, StepBatch, StepResult
+from .grammar import ConstraintError, Matcher
 from .schedule import Plan, Scheduler, Work
 from .sequence import Sequence
 
@@ -209,19 +210,19 @@ def _take_tokens(gain: Gain, work: Work, rows: range, tokens: list[int]) -> None
         gain.rows.append(k)
         if sequence.thinking is not None:
             sequence.thinking.push(token)
-        if sequence.matcher is not None and token not in sequence.eos_ids:
-            sequence.matcher.consume(token)
         gain.finish = sequence.take(token)
-        if gain.finish is None and sequence.matcher is not None and sequence.matcher.finished:
-            gain.finish = "stop"
+        if sequence.matcher is not None:
+            sequence.matcher.consume(token)
+            if sequence.matcher.finished:
+                gain.finish = "stop"
         if gain.finish:
             break
-    accepted = len(gain.tokens) - 1
-    sequence.computed += max(accepted, 0)
+    accepted = max(len(gain.tokens) - 1, 0)
+    sequence.computed += accepted
     if work.drafts:
         sequence.drafted.append((len(work.drafts), accepted))
-        if sequence.drafter is not None:
-            sequence.drafter.record(len(work.drafts), accepted)
+    if gain.finish and sequence.drafter is not None:
+        sequence.drafter.settle(sequence.tokens, sequence.n_prompt)
 
 
 def alternatives(result: StepResult, k: int, n: int) -> tuple[tuple[int, float], ...]:
@@ -230,17 +231,25 @@ def alternatives(result: StepResult, k: int, n: int) -> tuple[tuple[int, float],
     return tuple((i, v) for i, v in zip(ids, values, strict=True) if i >= 0)
 
 
-def fill_masks(step: Step, vocabulary_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint32]] | None:
+def fill_masks(step: Step, vocabulary_size: int) -> U32 | None:
     """The step's packed allow masks [mask_rows, ceil(V / 32)], or None. Runs beside the device's forward pass."""
     if not step.mask_rows:
         return None
     masks = np.full((step.mask_rows, -(-vocabulary_size // 32)), 0xFFFFFFFF, np.uint32)
     for job in step.mask_jobs:
         sequence, rows = job.sequence, masks[job.row : job.row + 1 + len(job.drafts)]
-        if sequence.matcher is not None:
-            sequence.matcher.fill_ahead(rows, job.drafts)
-        for j in range(sequence.min_tokens - sequence.n_output):
-            if j < len(rows):
-                for token in sequence.eos_ids:
-                    rows[j, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+        early = sequence.min_tokens - sequence.n_output  # rows at which it may not end yet
+        if sequence.matcher is None:
+            for token in sequence.eos_ids:
+                rows[:early, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+        else:
+            _fill_matched(sequence.matcher, rows, job.drafts, end=bool(sequence.eos_ids) and early <= 0)
     return masks
+
+
+def _fill_matched(matcher: Matcher, rows: U32, drafts: list[int], *, end: bool) -> None:
+    """A grammar that became too complex leaves nothing allowed: its own row fails, the step's others do not."""
+    try:
+        matcher.fill_ahead(rows, drafts, end=end)
+    except ConstraintError:
+        rows[:] = 0

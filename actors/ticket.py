@@ -66,6 +66,7 @@ class Ticket:
     last_token_at: float | None = None
     stalled_s: float = 0.0  # after the first token: steps that had no place for any of its choices
     open_sequences: int = 0  # sequences that batching has not finished yet
+    prediction_tokens: int = 0  # length of the predicted output
     concurrent: int = 0  # requests in progress when its first step was sent
     ended: bool = False  # fan-out has sent its last event
 

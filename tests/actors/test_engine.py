@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -35,6 +37,7 @@ LETTERS = LetterTokenizer()
 @asynccontextmanager
 async def engine_on(executor: SimExecutor | None = None, **config: object) -> AsyncIterator[Engine]:
     executor = executor or SimExecutor()
+    config.setdefault("grammar_compile_s", math.inf)  # the virtual clock would jump over a thread at work
     async with open_engine(EngineConfig(**config), loaded=loaded_with(executor, executor.device)) as engine:  # type: ignore[arg-type]
         yield engine
         with trio.fail_after(1000):
@@ -308,3 +311,50 @@ async def test_the_callers_own_error_comes_out_unwrapped() -> None:
     with pytest.raises(KeyError):
         async with engine_on():
             raise KeyError("mine")
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"n": 3}, {"frequency_penalty": 1.0}, {"logprobs": 3}])
+@pytest.mark.parametrize("wrong", [(), (3,), (0, 9, 10), tuple(range(40))])
+async def test_a_prediction_never_shows_in_the_answer(
+    autojump_clock: trio.testing.MockClock, fields: dict[str, object], wrong: tuple[int, ...]
+) -> None:
+    body: dict[str, object] = {"prompt": "predict", "seed": 3, "max_tokens": 40, "ignore_eos": True, **fields}
+    plain, drafted = SimExecutor(), SimExecutor()
+    async with engine_on(plain) as engine:
+        choices = await ask(engine, **body)
+    guess = [t if i not in wrong else (t + 1) % 64 for i, t in enumerate(choices[0].token_ids)]
+    async with engine_on(drafted) as engine:
+        async with engine.complete(from_fields({"model": "simulated", **body, "speculation": guess})) as answer:
+            assert await answer.choices() == choices
+    figures = answer.speculation
+    assert figures is not None
+    assert figures.prompt_tokens == 40
+    assert figures.drafted_tokens == sum(tried for _, tried in figures.accepted)
+    if not wrong and "n" not in fields:
+        assert figures.matched_tokens > 25
+        assert drafted.device.steps_run < plain.device.steps_run / 3
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [('root ::= "yes" | "no"', "yes|no"), ("root ::= [a-c]{3,5} [0-9]", "[a-c]{3,5}[0-9]"), ('root ::= "all of it"', None)],
+)
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_grammar_is_obeyed_and_ends_the_answer(
+    autojump_clock: trio.testing.MockClock, grammar: str, pattern: str | None, ignore_eos: bool
+) -> None:
+    fmt = {"type": "grammar", "grammar": grammar}
+    async with engine_on() as engine:
+        choices = await ask(engine, prompt="say", response_format=fmt, n=4, seed=1, ignore_eos=ignore_eos)
+    for choice in choices:
+        assert choice.finish_reason == "stop"
+        assert re.fullmatch(pattern or "all of it", choice.text)
+
+
+async def test_a_bad_grammar_is_refused_and_hurts_nobody(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        for fmt in ({"type": "grammar", "grammar": "root ::= ("}, {"type": "json_schema", "schema": {"minItems": 2**64}}):
+            with pytest.raises(InvalidRequest) as caught:
+                await ask(engine, prompt="say", response_format=fmt)
+            assert caught.value.status == 400
+        assert len(await ask(engine, prompt="say", max_tokens=1)) == 1

@@ -166,7 +166,7 @@ class LetterTokenizer:
     eos_ids = (EOS,)
     bos_id = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
         return [self.letters.index(c) if c in self.letters else 63 for c in text]
 
     def token_bytes(self, token_id: int) -> bytes:
