@@ -110,23 +110,27 @@ class Sampler:
         params = self._packed.of(batch.run_params)
         args = np.zeros(1, STEP_ARGS)
         pointers = (
-            logits, masks, None, batch.row_forced, batch.row_draft, batch.row_mask, batch.run_start, batch.run_kind,
-            batch.run_slot, batch.run_draw, batch.run_mu, self._slots, kept_at,
+            logits, masks, np.frombuffer(params, np.uint8), batch.row_forced, batch.row_draft, batch.row_mask,
+            batch.run_start, batch.run_kind, batch.run_slot, batch.run_draw, batch.run_mu, self._slots, kept_at,
             result.token, result.error, result.logprob, result.sampling_logprob, result.kept, result.run_mu,
             result.top_ids, result.top_logprobs, kept_ids,
         )  # fmt: skip
-        addresses = [0 if array is None else array.ctypes.data for array in pointers]
-        addresses[2] = np.frombuffer(params, np.uint8).ctypes.data
-        words = 0 if masks is None else masks.shape[1]
-        bf16 = int(logits.dtype == np.uint16)
-        numbers = (self.vocabulary_size, k_begin, k_end, len(batch.run_params), words, result.top_ids.shape[1], width, bf16)
-        args[0] = (*addresses, *numbers)
-        self._call(ctypes.c_void_p(args.ctypes.data), self._parallel_for)
+        mask_words = 0 if masks is None else masks.shape[1]
+        args[0] = (
+            *(0 if array is None else array.ctypes.data for array in pointers),
+            *(self.vocabulary_size, k_begin, k_end, len(batch.run_params), mask_words),
+            *(result.top_ids.shape[1], width, logits.dtype == np.uint16),
+        )
+        self._run(args.ctypes.data)
         for k, ids in zip(wanting.tolist(), kept_ids, strict=True):
             if batch.row_forced[k] >= 0:
                 ids[0] = batch.row_forced[k]
             if 0 < result.kept[k] <= limits[k]:
                 result.kept_ids[k] = ids[: result.kept[k]].copy()
+
+    def _run(self, step_args: int) -> None:
+        """Works on the rows of the StepArgs at this address."""
+        self._call(ctypes.c_void_p(step_args), self._parallel_for)
 
     def _check(
         self, logits: F32 | npt.NDArray[np.uint16], batch: StepBatch, k_begin: int, k_end: int, masks: U32 | None

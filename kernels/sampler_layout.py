@@ -31,8 +31,12 @@ CONSTANTS = np.dtype(
     ]
 )  # fmt: skip
 SLOT = np.dtype([("ids", "u8"), ("marks", "u8"), ("bias", "u8"), ("n", "i4"), ("_", "i4")])
-_POINTERS = ["logits", "masks", "params", "row_forced", "row_draft", "row_mask", "run_start", "run_kind", "run_slot", "run_draw", "run_mu", "slots", "kept_at", "token", "error", "logprob", "sampling_logprob", "kept", "run_mu_after", "top_ids", "top_logprobs", "kept_ids"]
-_NUMBERS = ["vocabulary", "row_begin", "row_end", "runs", "mask_words", "top_width", "kept_width", "bf16"]
+_POINTERS = (
+    "logits", "masks", "params", "row_forced", "row_draft", "row_mask", "run_start", "run_kind", "run_slot",
+    "run_draw", "run_mu", "slots", "kept_at", "token", "error", "logprob", "sampling_logprob", "kept",
+    "run_mu_after", "top_ids", "top_logprobs", "kept_ids",
+)  # fmt: skip
+_NUMBERS = ("vocabulary", "row_begin", "row_end", "runs", "mask_words", "top_width", "kept_width", "bf16")
 STEP_ARGS = np.dtype([(name, "u8") for name in _POINTERS] + [(name, "i4") for name in _NUMBERS])
 
 
@@ -160,7 +164,7 @@ def new_result(batch: StepBatch) -> StepResult:
 
 
 def kept_limits(batch: StepBatch, row_begin: int, row_end: int) -> I32:
-    """[K] how many ids of survivors a row wants at most; 0 outside the rows, in SCORE runs and where none are wanted."""
+    """[K] how many ids of survivors a row wants at most; 0 outside the rows, in SCORE runs, where none are wanted."""
     limits = np.zeros(len(batch.row_forced), np.int32)
     if any(p.kept_ids_max for p in batch.run_params):
         wanted = np.array([p.kept_ids_max for p in batch.run_params], np.int32) * (batch.run_kind != SCORE)

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .params import SamplingParams
-from .sampler_layout import LOWEST_LOGPROB, REPETITION_EPSILON, SlotOpen, slot_entries
-from .step import ERROR_EMPTY, ERROR_NAN, F32, I32, SCORE, U32, StepBatch, StepResult
+from .sampler_layout import LOWEST_LOGPROB, REPETITION_EPSILON, slot_entries
+from .step import ERROR_EMPTY, ERROR_NAN, F32, I32, SCORE, U32, SlotOpen, StepBatch, StepResult
 
 F64 = npt.NDArray[np.float64]
 BOOL = npt.NDArray[np.bool_]
@@ -33,7 +33,8 @@ class SlotState:
 def raw_logprobs(logits: F32) -> F64:
     """[V] log-softmax of finite or -inf logits."""
     shifted = logits.astype(np.float64) - float(logits.max())
-    return shifted - np.log(np.exp(shifted).sum())
+    logprobs: F64 = shifted - np.log(np.exp(shifted).sum())
+    return logprobs
 
 
 def process(logits: F32, allowed: BOOL | None, state: SlotState, params: SamplingParams) -> F32:
@@ -202,7 +203,8 @@ class ReferenceSampler:
                 break
             if token < 0:
                 allowed = allowed_tokens(masks, int(batch.row_mask[k]), len(row))
-                token = self._draw(process(row, allowed, state, params), params, mu, int(batch.run_draw[r]) + j, k, result)
+                y = process(row, allowed, state, params)
+                token = self._draw(y, params, mu, int(batch.run_draw[r]) + j, k, result)
                 if token < 0:
                     break
                 result.logprob[k] = max(raw_logprobs(row)[token], LOWEST_LOGPROB)
