@@ -13,6 +13,26 @@ constexpr int WARP = 32;
 constexpr int WARPS = LANES / WARP;
 constexpr u32 FULL_WARP = 0xffffffffu;
 
+// Ways to combine two values; types, not lambdas, so that each is compiled once.
+struct Add {
+  template <class T>
+  DEVICE T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+struct Larger {
+  template <class T>
+  DEVICE T operator()(T a, T b) const {
+    return a > b ? a : b;
+  }
+};
+struct Smaller {
+  template <class T>
+  DEVICE T operator()(T a, T b) const {
+    return a < b ? a : b;
+  }
+};
+
 struct Block {
   Scratch* s;
   int t;  // this thread
@@ -38,7 +58,7 @@ struct Block {
 
   // One value of each thread combined over the fixed tree l, l + LANES / 2; l, l + LANES / 4; ... ; given to all.
   template <class T, class Op>
-  DEVICE T combine(T mine, Op op) {
+  PROGRAM T combine(T mine, Op op) {
     T* part = (T*)s->wide;
     part[t] = mine;
     for (int half = LANES / 2; half; half >>= 1) {
@@ -66,9 +86,9 @@ struct Block {
   }
 
   // The k-th largest lane maximum, k in 1..LANES: no more than the k-th largest element.
-  DEVICE float kth_lane(int k) {
+  PROGRAM float kth_lane(int k) {
     const float mine = s->lanes[t];
-    if (k == 1) return combine(mine, [](float a, float b) { return a > b ? a : b; });
+    if (k == 1) return combine(mine, Larger{});
     int rank = 0;
     for (int l = 0; l < LANES; l++) {
       const float other = s->lanes[l];
@@ -85,7 +105,7 @@ struct Block {
   DEVICE float sum(int n, F f) {
     float part = 0.0f;
     for (int i = t; i < n; i += LANES) part = part + f(i);
-    return combine(part, [](float a, float b) { return a + b; });
+    return combine(part, Add{});
   }
 
   // Sum of mass(f(i)).
@@ -93,7 +113,7 @@ struct Block {
   DEVICE u64 total_mass(int n, F f) {
     u64 part = 0;
     for (int i = t; i < n; i += LANES) part += mass(f(i));
-    return combine(part, [](u64 a, u64 b) { return a + b; });
+    return combine(part, Add{});
   }
 
   template <class F>
@@ -103,14 +123,14 @@ struct Block {
       const u64 v = f(i);
       best = v > best ? v : best;
     }
-    return combine(best, [](u64 a, u64 b) { return a > b ? a : b; });
+    return combine(best, Larger{});
   }
 
   template <class P>
   DEVICE int count(int n, P p) {
     int part = 0;
     for (int i = t; i < n; i += LANES) part += p(i) ? 1 : 0;
-    return combine(part, [](int a, int b) { return a + b; });
+    return combine(part, Add{});
   }
 
   // The first i where p holds, or n.
@@ -118,7 +138,7 @@ struct Block {
   DEVICE int first(int n, P p) {
     int i = t;
     while (i < n && !p(i)) i += LANES;
-    return combine(i < n ? i : n, [](int a, int b) { return a < b ? a : b; });
+    return combine(i < n ? i : n, Smaller{});
   }
 
   // emit(i, position) for every i where p holds, in order, for the first `limit`; returns how many hold (some number
@@ -159,7 +179,7 @@ struct Block {
   }
 
   // Sum of `mine` over the threads before this one.
-  DEVICE u64 sum_before(u64 mine) {
+  PROGRAM u64 sum_before(u64 mine) {
     const int lane = t & (WARP - 1), warp = t / WARP;
     u64 running = mine;
     for (int d = 1; d < WARP; d <<= 1) {
@@ -210,7 +230,7 @@ struct Block {
         whole += part;
       }
     }
-    return combine(whole, [](u64 a, u64 b) { return a + b; });
+    return combine(whole, Add{});
   }
 
   // After chunk_masses(n, f): the first i where the running mass of f reaches need.

@@ -9,7 +9,7 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
-#define PROGRAM __device__ inline
+#define PROGRAM __device__ __noinline__
 DEVICE u32 float_bits(float f) { return __float_as_uint(f); }
 DEVICE float bits_float(u32 u) { return __uint_as_float(u); }
 DEVICE u64 multiply_high(u64 a, u64 b) { return __umul64hi(a, b); }
