@@ -41,5 +41,5 @@ def test_contraction_and_flush_to_zero_are_off() -> None:
 
 
 def test_a_refused_source_says_why() -> None:
-    with pytest.raises(nvrtc.NvrtcError, match="could not compile sampler.cpp"):
+    with pytest.raises(nvrtc.NvrtcError, match="could not compile"):
         nvrtc.compile_cubin("sampler.cpp", 90)

@@ -207,13 +207,13 @@ def test_bfloat16_rows_equal_the_same_numbers_as_float32() -> None:
 def test_a_thread_pool_gives_the_same_bits() -> None:
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
-    @kind
     def backwards(n: int, body: int, context: int) -> None:
         work = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(body)
         for i in reversed(range(n)):
             work(context, i, i + 1)
 
-    address = ctypes.cast(backwards, ctypes.c_void_p).value
+    callback = kind(backwards)
+    address = ctypes.cast(callback, ctypes.c_void_p).value
     logits, batch, masks = mixed_step(999, 4, "normal")
     pooled = run_step(Sampler(999, 0, address), logits, batch, masks)
     assert bits(pooled) == bits(run_step(Sampler(999, 0), logits, batch, masks))

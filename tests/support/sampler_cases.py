@@ -6,7 +6,7 @@ Rules of this file: everything is seeded by the caller; nothing asserts.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,24 +25,24 @@ LANES = 512
 def make_batch(
     params: Sequence[SamplingParams],
     *,
-    lengths: Sequence[int] | None = None,
-    kinds: Sequence[int] | None = None,
-    slots: Sequence[int] | None = None,
-    draws: Sequence[int] | None = None,
-    mu: Sequence[float] | None = None,
-    forced: Sequence[int] | None = None,
-    draft: Sequence[int] | None = None,
-    mask_rows: Sequence[int] | None = None,
+    lengths: Iterable[int] | None = None,
+    kinds: Iterable[int] | None = None,
+    slots: Iterable[int] | None = None,
+    draws: Iterable[int] | None = None,
+    mu: Iterable[float] | None = None,
+    forced: Iterable[int] | None = None,
+    draft: Iterable[int] | None = None,
+    mask_rows: Iterable[int] | None = None,
 ) -> StepBatch:
     """A step of ``len(params)`` runs, of one row each unless ``lengths`` says otherwise; only the sampler's fields."""
     runs = len(params)
-    start = np.concatenate([[0], np.cumsum(lengths or [1] * runs)]).astype(np.int32)
+    start = np.concatenate([[0], np.cumsum([1] * runs if lengths is None else list(lengths))]).astype(np.int32)
     rows = int(start[-1])
 
-    def ints(values: Sequence[int] | None, size: int, default: int) -> I32:
-        return np.array([default] * size if values is None else values, np.int32)
+    def ints(values: Iterable[int] | None, size: int, default: int) -> I32:
+        return np.array([default] * size if values is None else list(values), np.int32)
 
-    targets = [2 * (p.mirostat_target or 0.0) for p in params] if mu is None else mu
+    targets = [2 * (p.mirostat_target or 0.0) for p in params] if mu is None else list(mu)
     return StepBatch(
         step_id=1,
         token_ids=NOTHING,
