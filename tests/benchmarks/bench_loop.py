@@ -15,11 +15,12 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
+from sim_device import SimDevice, blank, loaded_with
+
 from offbook.actors.config import EngineConfig
 from offbook.actors.engine import Engine, open_engine
 from offbook.actors.steps import Step
 from offbook.kernels.step import StepResult
-from sim_device import SimDevice, blank, loaded_with
 
 
 class NullExecutor:
