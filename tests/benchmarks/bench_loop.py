@@ -59,4 +59,5 @@ async def main(streams: int, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main, *(int(a) for a in (sys.argv[1:] + ["64", "128"][len(sys.argv) - 1 :])))
+    arguments = [int(a) for a in sys.argv[1:]]
+    trio.run(main, arguments[0] if arguments else 64, arguments[1] if len(arguments) > 1 else 128)
