@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#define OFFBOOK_LOCKSTEP
 #include "block_math.cuh"
 #include "block_scratch.h"
 

@@ -6,7 +6,12 @@
 constexpr int LANES = 512;        // strided lanes of a reduction; threads of a CUDA block
 constexpr int CHUNK = 512;        // consecutive elements whose mass is summed together
 constexpr int TABLE = 2048;       // histogram bins, and the most chunks: n <= TABLE * CHUNK = 2^20
-constexpr int CANDIDATES = 2048;  // length of the short list
+// Length of the short list: what fits. It never changes a result, so it may differ between builds.
+#if defined(OFFBOOK_LOCKSTEP)
+constexpr int CANDIDATES = 32768;
+#else
+constexpr int CANDIDATES = 2048;
+#endif
 
 struct Scratch {
   u64 table[TABLE];    // bins or chunk masses

@@ -26,7 +26,7 @@ struct Cut {
 template <class B, class Key, class F>
 PROGRAM Cut find_cut(B& b, int n, Key key, F f, u64 need) {
   const u64* table = b.s->table;
-  const int widest = n > CANDIDATES ? 11 : 8;
+  const int widest = n > 4096 ? 11 : 8;
   u32 prefix = 0, known = 0;
   for (int shift = 32; shift > 0;) {
     const int bits = shift < widest ? shift : widest, bins = 1 << bits;
