@@ -321,4 +321,4 @@ def _connection(app: Any, config: Config, context: Any, state: Any, stream: Any)
     return kind(app, config, context, state, stream)
 
 
-hypercorn.trio.run.TCPServer = _connection  # type: ignore[attr-defined]
+hypercorn.trio.run.TCPServer = _connection  # type: ignore[attr-defined,assignment]

@@ -6,10 +6,10 @@ that the API document does not have (extras travel in headers).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
@@ -51,6 +51,21 @@ class LogProbs(Wire, frozen=True, kw_only=True):
     token_ids: list[int]
 
 
+# LogProbs | NewLogProbs | None: a union of two records, which the encoder takes and its own type checker does not.
+AnyLogProbs = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"$ref": "#/components/schemas/LogProbs"},
+                {"$ref": "#/components/schemas/NewLogProbs"},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
 class RawOutput(Wire, frozen=True, kw_only=True):
     """What the model saw and said, the echoed part included."""
 
@@ -67,7 +82,7 @@ class RawOutput(Wire, frozen=True, kw_only=True):
 class WireChoice(Wire, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: LogProbs | NewLogProbs | None = None
+    logprobs: AnyLogProbs = None
     finish_reason: Literal["stop", "length", "error"] | None = None
     raw_output: RawOutput | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET

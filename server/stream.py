@@ -1,0 +1,61 @@
+"""A streamed answer as the body of a response.
+
+Rules of this file: one write for all that has piled up; an error is an event of its own, after whole events; the answer
+is closed on every exit.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from quart.wrappers.response import ResponseBody
+
+from ..actors.answer import Answer
+from ..actors.errors import CompletionError
+from .exchange import Exchange
+from .replies import wire_error
+from .translate import StreamWriter
+
+_logger = logging.getLogger("offbook.http")
+
+
+class AnswerBody(ResponseBody):
+    """What Quart iterates over: bytes of whole events."""
+
+    def __init__(self, answer: Answer, writer: StreamWriter, exchange: Exchange) -> None:
+        self._answer = answer
+        self._writer = writer
+        self._exchange = exchange
+        self._over = False
+
+    async def __aenter__(self) -> AnswerBody:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._answer.close()
+
+    def __aiter__(self) -> AnswerBody:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._over:
+            raise StopAsyncIteration
+        written: list[bytes] = []
+        try:
+            delta = await anext(self._answer, None)
+            if delta is None:
+                self._over = True
+                return self._writer.end()
+            written.append(self._writer.chunk(delta))
+            written += map(self._writer.chunk, self._answer.drain_nowait())
+        except CompletionError as error:
+            self._over = True
+            self._exchange.error = error.code
+            written.append(self._writer.error(wire_error(error, in_stream=True)))
+        except Exception:
+            _logger.exception("a stream broke")
+            self._over = True
+            self._exchange.error = CompletionError.code
+            bug = CompletionError("The server failed while it wrote this answer")
+            written.append(self._writer.error(wire_error(bug, in_stream=True)))
+        return b"".join(written)
