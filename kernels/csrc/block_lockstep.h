@@ -138,6 +138,10 @@ struct Block {
     for (int j = 0; j < TILE; j += 8) {
       u64 word;
       memcpy(&word, flags + j, 8);
+      if (word == 0x0101010101010101ull) {
+        for (int k = 0; k < 8; k++) visit(begin + j + k);
+        continue;
+      }
       for (; word; word &= word - 1) visit(begin + j + (__builtin_ctzll(word) >> 3));
     }
   }

@@ -8,7 +8,7 @@ constexpr int CHUNK = 512;        // consecutive elements whose mass is summed t
 constexpr int TABLE = 2048;       // histogram bins, and the most chunks: n <= TABLE * CHUNK = 2^20
 // Length of the short list: what fits. It never changes a result, so it may differ between builds.
 #if defined(OFFBOOK_LOCKSTEP)
-constexpr int CANDIDATES = 32768;
+constexpr int CANDIDATES = 8192;
 #else
 constexpr int CANDIDATES = 2048;
 #endif

@@ -24,7 +24,7 @@ struct Cut {
 // Digit by digit (3 of a long list, 4 smaller ones of a short list) the key is fixed; then the ties are counted off in
 // order. key(j) == 0 leaves j out.
 template <class B, class Key, class F>
-PROGRAM Cut find_cut(B& b, int n, Key key, F f, u64 need) {
+PROGRAM Cut cut_by_digits(B& b, int n, Key key, F f, u64 need) {
   const u64* table = b.s->table;
   const int widest = n > 4096 ? 11 : 8;
   u32 prefix = 0, known = 0;
@@ -50,6 +50,25 @@ PROGRAM Cut find_cut(B& b, int n, Key key, F f, u64 need) {
   return Cut{edge, b.find_in_chunks(n, tied, need)};
 }
 
+// The same. Of a whole row only those that share the edge's first digit are looked at further, if the list holds them.
+template <class B, class Key, class F>
+PROGRAM Cut find_cut(B& b, TokenList t, Key key, F f, u64 need) {
+  if (t.id || t.n <= CANDIDATES) return cut_by_digits(b, t.n, key, f, need);
+  constexpr int BITS = 11, DOWN = 32 - BITS, BINS = 1 << BITS;
+  const u64* table = b.s->table;
+  b.histogram(t.n, BINS, [=](int j) { return (int)((key(j) >> DOWN) | (0u - (u32)(key(j) == 0))); }, f);
+  u64 before;
+  const u32 edge = (u32)(BINS - 1 - b.crossing(BINS, [=](int i) { return table[BINS - 1 - i]; }, need, &before));
+  int* ids = b.s->id;
+  const int members = b.compact(t.n, CANDIDATES, [=](int j) { return ((key(j) >> DOWN) == edge) & (key(j) != 0); },
+                                [=](int j, int at) { ids[at] = j; });
+  if (members > CANDIDATES) return cut_by_digits(b, t.n, key, f, need);
+  const int* listed = ids;
+  const Cut cut = cut_by_digits(b, members, [=](int i) { return key(listed[i]); },
+                                [=](int i) { return f(listed[i]); }, need - before);
+  return Cut{cut.key, listed[cut.index]};
+}
+
 template <class B>
 PROGRAM u64 alive_mass(B& b, TokenList t) {
   const float* e = t.e;
@@ -66,25 +85,12 @@ PROGRAM void drop_below(B& b, TokenList t, Key key, Cut cut) {
   });
 }
 
-// A lower bound of y above which the mass of f already reaches need, so that a long row need not be searched whole;
-// -infinity where none of the two guesses holds. Reads the lane maxima of y.
-template <class B, class F>
-PROGRAM float narrowed(B& b, TokenList t, F f, u64 need) {
-  if (t.id) return NEGATIVE_INFINITY;
-  const float *y = t.y, largest = b.kth_lane(1), reach = largest - b.kth_lane(LANES / 2);
-  for (int guess = 0; guess < 2; guess++) {
-    const float bound = largest - (guess ? 2.5f : 1.75f) * reach;
-    if (b.total_mass(t.n, [=](int j) { return bits_float(only_if(y[j] >= bound, float_bits(f(j)))); }) >= need) return bound;
-  }
-  return NEGATIVE_INFINITY;
-}
-
 // Keeps the smallest set of best tokens, of those whose f is at least `least`, whose mass of f reaches need.
 template <class B, class F>
 PROGRAM void keep_best(B& b, TokenList t, F f, float least, u64 need) {
-  const float *y = t.y, bound = narrowed(b, t, f, need);
-  auto key = [=](int j) { return only_if((f(j) >= least) & (y[j] >= bound), ordered_key(y[j])); };
-  drop_below(b, t, key, find_cut(b, t.n, key, f, need));
+  const float* y = t.y;
+  auto key = [=](int j) { return only_if(f(j) >= least, ordered_key(y[j])); };
+  drop_below(b, t, key, find_cut(b, t, key, f, need));
 }
 
 // Keeps the k most likely tokens.
@@ -129,5 +135,5 @@ PROGRAM void keep_typical(B& b, TokenList t, float largest, float inverse_temper
     float distance = gap(j) - mean;
     return only_if(e[j] >= 0.0f, ~(float_bits(distance) & 0x7fffffffu));
   };
-  drop_below(b, t, key, find_cut(b, t.n, key, [=](int j) { return e[j]; }, share_of(p, total)));
+  drop_below(b, t, key, find_cut(b, t, key, [=](int j) { return e[j]; }, share_of(p, total)));
 }

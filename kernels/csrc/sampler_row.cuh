@@ -189,20 +189,6 @@ struct FirstList {
   float reach;  // mirostat: (y - largest) / temperature of the least likely token to keep
 };
 
-// The shortest of a few lists that surely holds the best k tokens, or (need > 0) the best tokens of that mass; else the
-// whole row, whose weights are known.
-template <class B>
-PROGRAM TokenList list_reaching(B& b, TokenList row, float largest, float inverse_temperature, int k, u64 need) {
-  const float reach = largest - b.kth_lane(PROBE);
-  for (int guess = 0; guess < 3; guess++) {
-    const float bound = largest - (guess == 0 ? 1.0f : guess == 1 ? 1.7f : 2.1f) * reach;
-    const TokenList t = list_above(b, row, bound, largest, inverse_temperature, true);
-    if (!t.id) return row;
-    if (need ? alive_mass(b, t) >= need : t.n >= k) return t;
-  }
-  return row;
-}
-
 // `weighted`: the weights of the whole row are in row.e.
 template <class B>
 PROGRAM FirstList first_list(B& b, TokenList row, float largest, const SamplingConstants& p, float mu, bool weighted) {
@@ -214,14 +200,11 @@ PROGRAM FirstList first_list(B& b, TokenList row, float largest, const SamplingC
     first.reach = log_mass(alive_mass(b, row)) - mu;
     bound = largest + (first.reach < 0.0f ? first.reach : 0.0f) / it - slack;
   } else if (p.top_k > 0) {
-    if (p.top_k > PROBE) {
-      first.list = list_reaching(b, row, largest, it, p.top_k, 0);
-      return first;
-    }
-    bound = b.kth_lane(p.top_k);
+    if (p.top_k <= PROBE) bound = b.kth_lane(p.top_k);
   } else if (p.top_p < 1.0) {
     first.need = share_of(p.top_p, alive_mass(b, row));
-    first.list = list_reaching(b, row, largest, it, 0, first.need);
+    first.list = list_above(b, row, b.kth_lane(PROBE), largest, it, weighted);
+    if (alive_mass(b, first.list) < first.need) first.list = row;
     return first;
   } else if (p.min_p > 0.0f) {
     bound = largest + p.min_p_reach - slack;
