@@ -11,22 +11,16 @@ for room in admission's mailbox, which always drains.
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 import trio
 from prometheus_client import CollectorRegistry
 
-from ..kernels.default_model import fetch_default_model
-from ..kernels.devices import open_device
-from ..kernels.model_files import ModelFiles, open_model
-from ..kernels.step import BLOCK_TOKENS, Device
 from .admission import admission
 from .answer import Answer, Buffering
 from .batching import batching
@@ -36,15 +30,15 @@ from .config import EngineConfig
 from .constraints import Constraints
 from .drafts import Prediction, PromptLookup
 from .errors import EngineUnavailable, ModelNotFound
-from .events import Context, ModelCard
-from .execution import Executor, ThreadExecutor, execution
+from .events import Context
+from .execution import execution
 from .fanout import fanout
 from .grammar import Constraint
+from .loading import Loaded, Progress, load_model
 from .messages import AdmissionMail, Apply, BatchingMail, Enqueue, ExecutionMail, FanoutMail
 from .metrics import EngineMetrics
 from .request import CompletionRequest, from_fields
 from .resolve import (
-    Limits,
     PromptPlan,
     check_request,
     effective_options,
@@ -61,20 +55,6 @@ from .schedule import Scheduler, StepBudget
 from .sequence import Sequence
 from .text import Surfaces
 from .ticket import Event, Ticket
-from .tokens import Tokenizer
-
-Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
-
-
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a device: what the actors need to know of both."""
-
-    card: ModelCard
-    tokenizer: Tokenizer
-    limits: Limits
-    executor: Executor
-    blocks_total: int
-    slots_total: int
 
 
 @asynccontextmanager
@@ -92,47 +72,8 @@ async def open_engine(
         async with _run(config, loaded) as engine:
             yield engine
         return
-    async with _load(config, progress) as loaded, _run(config, loaded) as engine:
+    async with load_model(config, progress) as loaded, _run(config, loaded) as engine:
         yield engine
-
-
-@asynccontextmanager
-async def _load(config: EngineConfig, progress: Progress | None) -> AsyncIterator[Loaded]:
-    began = time.perf_counter()
-    report = progress or (lambda what, done, total: None)
-    path = Path(config.model) if config.model else await trio.to_thread.run_sync(fetch_default_model, report)
-    files = await trio.to_thread.run_sync(open_model, path)
-    executor = ThreadExecutor(lambda: _open_device(config, files, report))
-    try:
-        device = await executor.open()
-        tokenizer = await trio.to_thread.run_sync(Tokenizer, files.tokenizer_json, files.spec)
-        yield _loaded(config, files, device, tokenizer, executor, time.perf_counter() - began)
-    finally:
-        await executor.aclose()
-
-
-def _open_device(config: EngineConfig, files: ModelFiles, report: Progress) -> Device:
-    threads = config.threads or len(os.sched_getaffinity(0))
-    return open_device(
-        files, kind=config.device, dtype=config.dtype, kv_bytes=config.kv_bytes, threads=threads,
-        slots=config.running_max, progress=lambda done, total: report("loading weights", done, total),
-    )  # fmt: skip
-
-
-def _loaded(
-    config: EngineConfig, files: ModelFiles, device: Device, tokenizer: Tokenizer, executor: Executor, load_s: float
-) -> Loaded:
-    kv_tokens = device.blocks_total * BLOCK_TOKENS
-    context = min(device.context_length, config.context_length or device.context_length, kv_tokens)
-    name = config.model_id or files.spec.name
-    card = ModelCard(
-        id=name, aliases=config.model_aliases, context_length=context, vocabulary_size=tokenizer.vocabulary_size,
-        created=int(time.time()), device=device.name, weight_bytes=device.weight_bytes, kv_bytes=device.kv_bytes,
-        kv_tokens=kv_tokens, load_s=load_s,
-    )  # fmt: skip
-    limits = Limits(context, tokenizer.vocabulary_size, files.spec.generation_defaults)
-    return Loaded(card=card, tokenizer=tokenizer, limits=limits, executor=executor, blocks_total=device.blocks_total,
-                  slots_total=device.slots_total)  # fmt: skip
 
 
 @asynccontextmanager

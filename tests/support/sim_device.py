@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from offbook.actors.engine import Loaded
 from offbook.actors.events import ModelCard
+from offbook.actors.loading import Loaded
 from offbook.actors.resolve import Limits
 from offbook.actors.steps import Step, fill_masks
 from offbook.kernels.params import SamplingParams
