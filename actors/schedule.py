@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..kernels.step import BLOCK_TOKENS
 from .blocks import Block, BlockPool, blocks_for
+from .prefix import Match, PrefixCache
 from .sequence import Sequence, State
 
 
@@ -39,16 +40,6 @@ class Plan:
     @property
     def rows(self) -> int:
         return sum(w.count + len(w.drafts) for w in self.works)
-
-
-@dataclass(slots=True)
-class _Match:
-    """What of a sequence's start is cached: whole blocks, then ``tail`` tokens of one to copy."""
-
-    blocks: list[Block]
-    source: Block | None
-    length: int
-    pending: bool  # it would be longer in the next step
 
 
 class StepBudget:
@@ -83,6 +74,7 @@ class Scheduler:
         self, pool: BlockPool, budget: StepBudget, *, running_max: int, slots: int, drafts_max: int = 0
     ) -> None:
         self.pool = pool
+        self.prefix = PrefixCache(pool)
         self.budget = budget
         self.running_max = running_max
         self.drafts_max = drafts_max
@@ -156,7 +148,7 @@ class Scheduler:
         if left <= 0:
             return 0
         if sequence.score_from is None:
-            self._adopt(sequence)
+            self.prefix.adopt(sequence)
         chunk = min(sequence.remaining, left)
         if not self._cover(plan, sequence, sequence.computed + chunk):
             chunk = min(chunk, len(sequence.blocks) * BLOCK_TOKENS - sequence.computed)
@@ -167,7 +159,7 @@ class Scheduler:
 
     def _start(self, plan: Plan, sequence: Sequence, left: int) -> int | None:
         """Move the first waiting sequence in; None when it has to wait for room or for another's result."""
-        match = self._match(sequence, plan.step_id)
+        match = self.prefix.match(sequence, plan.step_id)
         if match.pending or not self._reserve(plan, match, len(sequence.tokens), left):
             return None
         chunk = min(len(sequence.tokens) - match.length, left)
@@ -188,7 +180,7 @@ class Scheduler:
         self._advance(plan, sequence, chunk, [])
         return chunk
 
-    def _reserve(self, plan: Plan, match: _Match, tokens: int, left: int) -> bool:
+    def _reserve(self, plan: Plan, match: Match, tokens: int, left: int) -> bool:
         """Hold what matched, if the blocks for the rest of the first chunk can be had as well."""
         spare = sum(s.decoding for s in self.running)  # a block for each decode, or it would be preempted at once
         for block in match.blocks:
@@ -214,97 +206,11 @@ class Scheduler:
     def _advance(self, plan: Plan, sequence: Sequence, count: int, drafts: list[int]) -> None:
         start = sequence.computed
         sequence.computed = stop = start + count
-        self._enter(sequence, start, stop, plan.step_id)
+        self.prefix.enter(sequence, start, stop, plan.step_id)
         draws = stop == len(sequence.tokens) and sequence.max_tokens > 0
         plan.works.append(Work(sequence, start, count, drafts, draws))
 
-    def store_scores(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Keep the known scores of prompt positions start..stop beside the cached blocks that hold those tokens."""
-        node: Block | None = self.pool.root(sequence.namespace)
-        for i in range(min(stop, sequence.n_prompt - 1) // BLOCK_TOKENS + 1):
-            at = i * BLOCK_TOKENS
-            assert node is not None
-            node = self.pool.child(node, tuple(sequence.tokens[at : at + BLOCK_TOKENS]))
-            if node is None and i < len(sequence.blocks) and sequence.blocks[i].cached:
-                node = sequence.blocks[i]  # the open tail
-            if node is None:
-                return
-            for q in range(max(at, start), min(at + len(node.tokens), stop + 1)):
-                if q in sequence.scores:
-                    node.scores.setdefault(q - at, sequence.scores[q])
-            if len(node.tokens) < BLOCK_TOKENS:
-                return
-
     # -- blocks --------------------------------------------------------------------------------------------------
-
-    def _match(self, sequence: Sequence, step_id: int) -> _Match:
-        tokens = sequence.tokens
-        limit = sequence.cache_limit if sequence.n_output == 0 else len(tokens) - 1
-        node, blocks, length = self.pool.root(sequence.namespace), list[Block](), 0
-        while length + BLOCK_TOKENS <= limit:
-            block = self.pool.child(node, tuple(tokens[length : length + BLOCK_TOKENS]))
-            if block is None:
-                break
-            if sequence.reusable(block, length, length + BLOCK_TOKENS) < length + BLOCK_TOKENS:
-                if block.filled_by == step_id:
-                    return _Match([], None, 0, pending=True)
-                break
-            sequence.adopt_scores(block, length, length + BLOCK_TOKENS)
-            blocks.append(block)
-            node, length = block, length + BLOCK_TOKENS
-        source, length = self._match_tail(sequence, node, length, limit, step_id)
-        if sequence.score_from is not None and max(sequence.score_from, 1) <= length < sequence.n_prompt:
-            if length not in sequence.scores:
-                length -= 1  # the score of the first position not found comes from the row before it
-                if source is None:
-                    source = blocks.pop()
-                elif length % BLOCK_TOKENS == 0:
-                    source = None
-        return _Match(blocks, source, length, pending=False)
-
-    def _match_tail(
-        self, sequence: Sequence, node: Block, length: int, limit: int, step_id: int
-    ) -> tuple[Block | None, int]:
-        """A cached block whose start, though not its whole, continues ``node`` as the sequence does."""
-        rest = sequence.tokens[length : min(limit, length + BLOCK_TOKENS)]
-        found = self.pool.longest_start(node, rest, step_id) if rest else None
-        if found is None:
-            return None, length
-        block, n = found
-        stop = sequence.reusable(block, length, length + n)
-        if stop == length:
-            return None, length
-        sequence.adopt_scores(block, length, stop)
-        return block, stop
-
-    def _adopt(self, sequence: Sequence) -> None:
-        """Take over blocks that others have filled, or are filling in this very step, since this one started."""
-        limit = sequence.cache_limit if sequence.n_output == 0 else len(sequence.tokens) - 1
-        while sequence.computed % BLOCK_TOKENS == 0 and sequence.computed + BLOCK_TOKENS <= limit:
-            at = sequence.computed
-            if len(sequence.blocks) * BLOCK_TOKENS != at:
-                return
-            node = sequence.blocks[-1] if sequence.blocks else self.pool.root(sequence.namespace)
-            block = self.pool.child(node, tuple(sequence.tokens[at : at + BLOCK_TOKENS]))
-            if block is None:
-                return
-            sequence.blocks.append(self.pool.hold(block))
-            sequence.computed += BLOCK_TOKENS
-            if sequence.n_output == 0 and sequence.cached_tokens is not None:
-                sequence.cached_tokens += BLOCK_TOKENS
-
-    def _enter(self, sequence: Sequence, start: int, stop: int, step_id: int) -> None:
-        """Offer the blocks that are full now to the cache, and the tail when the prompt is complete."""
-        for i in range(start // BLOCK_TOKENS, stop // BLOCK_TOKENS):
-            self._enter_block(sequence, i, (i + 1) * BLOCK_TOKENS, step_id)
-        if start < sequence.n_prompt <= stop and stop % BLOCK_TOKENS:
-            self._enter_block(sequence, stop // BLOCK_TOKENS, stop, step_id)
-
-    def _enter_block(self, sequence: Sequence, i: int, stop: int, step_id: int) -> None:
-        parent = sequence.blocks[i - 1] if i else self.pool.root(sequence.namespace)
-        block = sequence.blocks[i]
-        if block.refs == 1:
-            self.pool.enter(parent, tuple(sequence.tokens[i * BLOCK_TOKENS : stop]), block, step_id)
 
     def _cover(self, plan: Plan, sequence: Sequence, tokens: int) -> bool:
         """Give the sequence blocks for so many positions, taking them from younger sequences if need be."""
@@ -333,15 +239,10 @@ class Scheduler:
 
     def _let_go(self, sequence: Sequence) -> None:
         if sequence.blocks:
-            self._enter_tail(sequence)
+            self.prefix.enter_tail(sequence, self._last_step)
         self.pool.release(reversed(sequence.blocks), keep=sequence.keep)
         sequence.blocks, sequence.computed = [], 0
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
 
-    def _enter_tail(self, sequence: Sequence) -> None:
-        """Keep the last, partly filled block findable: a conversation goes on from exactly there."""
-        full, rest = divmod(sequence.computed, BLOCK_TOKENS)
-        if rest and full < len(sequence.blocks):
-            self._enter_block(sequence, full, sequence.computed, self._last_step)

@@ -185,7 +185,7 @@ def harvest(step: Step, result: StepResult, scheduler: Scheduler) -> list[Gain]:
         sequence, gain = work.sequence, gains[id(work.sequence)]
         stop = work.start + work.count
         if sequence.score_from is not None and work.start < sequence.n_prompt:
-            scheduler.store_scores(sequence, work.start, stop)
+            scheduler.prefix.store_scores(sequence, work.start, stop)
         if stop >= sequence.n_prompt > work.start:
             gain.prefilled = True
             if sequence.max_tokens == 0:
