@@ -1,8 +1,8 @@
 """The CPU device: a whole step of the model in one call of our C++ library, without the GIL.
 
 Rules of this file: it loads weights into one packed copy, checks a batch before C++ sees it, and calls; arithmetic
-lives in ``csrc/`` (its contract: ``csrc/matmul.h``, ``csrc/attention.h``). A row's bits depend on its own token, position
-and KV alone: not on the batch, chunking, thread count, block numbers or CPU level.
+lives in ``csrc/`` (its contract: ``csrc/matmul.h``, ``csrc/attention.h``). A row's bits depend on its own token,
+position and KV alone: not on the batch, chunking, thread count, block numbers or CPU level.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class CpuDevice:
         if self.blocks_total < 1:
             raise ValueError(f"kv_bytes: {kv_bytes} is less than one block of {block} bytes")
         self.kv_bytes = self.blocks_total * block
-        self._model = CpuModel(self._library, spec, weights, bf16, self.blocks_total, huge_array(self.kv_bytes), progress)
+        kv = huge_array(self.kv_bytes)
+        self._model = CpuModel(self._library, spec, weights, bf16, self.blocks_total, kv, progress)
         self.weight_bytes = self._model.weight_bytes
         self._handle = ctypes.c_void_p(self._library.offbook_device_create(ctypes.byref(self._model.struct), threads))
         if not self._handle:
@@ -141,7 +142,8 @@ def _check_range(name: str, values: I32, limit: int) -> None:
 def _tiles(batch: StepBatch) -> list[int]:
     """Ends of the tiles of logits rows: at most LOGITS_TILE rows, SAMPLE runs whole."""
     total, ends = len(batch.logit_rows), []
-    inside = {k for r in np.flatnonzero(batch.run_kind == SAMPLE) for k in range(batch.run_start[r] + 1, batch.run_start[r + 1])}
+    starts = batch.run_start
+    inside = {k for r in np.flatnonzero(batch.run_kind == SAMPLE) for k in range(starts[r] + 1, starts[r + 1])}
     begin = 0
     while begin < total:
         end = min(begin + LOGITS_TILE, total)
@@ -163,7 +165,8 @@ def _check_shape(spec: ModelSpec, threads: int) -> None:
     if spec.head_dim % 16 or spec.head_dim > 512:
         raise ValueError(f"head_dim: {spec.head_dim} is not a multiple of 16 up to 512")
     if spec.n_heads % spec.n_kv_heads or spec.n_heads // spec.n_kv_heads > LARGEST_HEAD_REPEAT:
-        raise ValueError(f"n_heads: {spec.n_heads} is not a multiple (at most {LARGEST_HEAD_REPEAT}) of {spec.n_kv_heads} KV heads")
+        limit = f"a multiple, at most {LARGEST_HEAD_REPEAT}-fold, of {spec.n_kv_heads} KV heads"
+        raise ValueError(f"n_heads: {spec.n_heads} is not {limit}")
 
 
 def _library(level: str | None) -> ctypes.CDLL:

@@ -33,7 +33,8 @@ class Model(ctypes.Structure):
         *(
             (name, c_int32)
             for name in (
-                "n_layers", "hidden", "hidden_padded", "heads", "kv_heads", "head_dim", "ffn_padded", "vocabulary", "bf16",
+                "n_layers", "hidden", "hidden_padded", "heads", "kv_heads", "head_dim", "ffn_padded", "vocabulary",
+                "bf16",
             )
         ),
         ("norm_epsilon", c_float),

@@ -129,7 +129,8 @@ def _nibbles(packed: U8) -> U8:
 
 def _with_fifth_bit(nibbles: U8, high: U8) -> U8:
     """Bit i of the 4 bytes ``high`` is bit 4 of code i."""
-    return nibbles | np.unpackbits(high, axis=-1, bitorder="little") << 4
+    fifth = np.unpackbits(high, axis=-1, bitorder="little")
+    return nibbles | np.left_shift(fifth, 4, dtype=np.uint8)
 
 
 def _q4_0(t: Tensor) -> Codes:

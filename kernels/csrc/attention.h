@@ -10,7 +10,6 @@
 namespace offbook {
 
 constexpr int kTileQueries = 8;  // rows of one sequence that share a walk over its KV
-constexpr int kHeadsAtOnce = 3;  // query heads of one KV head whose sums live in registers at once
 
 // K: [dimension / 2][16 positions][2], V: [8 position pairs][dimension][2].
 struct KvBf16 {
@@ -154,11 +153,11 @@ void attend_heads(const typename Kv::Element* k, const typename Kv::Element* v, 
                   const typename Mode::Activation* q, const Softmax* states) {
   for (int h = 0; h < heads; h += kHeadsAtOnce) {
     const auto* rows = q + static_cast<int64_t>(h) * dims;
-    switch (heads - h) {
-      case 1: attend_block<Mode, Kv, kRound, 1>(k, v, dims, valid, scale, rows, states + h); break;
-      case 2: attend_block<Mode, Kv, kRound, 2>(k, v, dims, valid, scale, rows, states + h); break;
-      default: attend_block<Mode, Kv, kRound, kHeadsAtOnce>(k, v, dims, valid, scale, rows, states + h);
-    }
+    auto run = [&](auto n) { attend_block<Mode, Kv, kRound, n>(k, v, dims, valid, scale, rows, states + h); };
+    unroll<kHeadsAtOnce>([&](auto i) {
+      constexpr int n = i + 1;
+      if (heads - h == n || (n == kHeadsAtOnce && heads - h > n)) run(std::integral_constant<int, n>{});
+    });
   }
 }
 

@@ -9,7 +9,6 @@
 
 namespace offbook {
 
-constexpr int kTileRows = 6;    // rows whose sums live in registers at once
 constexpr int kChunkRows = 64;  // rows that share one widening of the weights
 constexpr int kWideBlocks = 4;  // blocks widened at once: they stay in the first-level cache
 
@@ -29,21 +28,32 @@ struct PanelScratch {
   alignas(64) uint8_t wide[kWideBlocks * 4096];
 };
 
+// Keeps one plain pointer a row: left alone, the compiler makes dozens of derived addresses and spills them.
+template <class T>
+OFFBOOK_INLINE const T* plain(const T* p) {
+#if defined(__x86_64__)
+  asm("" : "+r"(p));
+#endif
+  return p;
+}
+
 // Activations as floats: fused multiply-adds.
 struct FloatMode {
   using Activation = float;
   using Wide = WordsF32;
-  static constexpr int columns(int rows) { return rows * 2 + 2 > kVectors ? 1 : 2; }  // vectors of 16 outputs
-  static constexpr int widen_from(int32_t) { return kTileRows + 1; }
+  static constexpr int columns(int rows) { return rows * 2 + 3 > kVectors ? 1 : 2; }  // vectors of 16 outputs
+  static constexpr int widen_from(int32_t) { return 25; }
 
   template <class Reader, int R, int C>
   static OFFBOOK_INLINE void octet(F16x (&sum)[R][C], const uint8_t* codes, int s, const float* x, int64_t stride) {
+    const float* row[R];
+    unroll<R>([&](auto r) OFFBOOK_LAMBDA { row[r] = plain(x + r * stride); });
     unroll<8>([&](auto i) OFFBOOK_LAMBDA {
       constexpr int k = i ^ 1;
       F16x w[C];
       for (int c = 0; c < C; c++) w[c] = Reader::template at<k>(codes, s + c);
       unroll<R>([&](auto r) OFFBOOK_LAMBDA {
-        const F16x v = broadcast(x + r * stride + k);
+        const F16x v = broadcast(row[r] + k);
         for (int c = 0; c < C; c++) sum[r][c] = fma(w[c], v, sum[r][c]);
       });
     });

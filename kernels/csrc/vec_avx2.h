@@ -8,6 +8,8 @@ constexpr const char* kVectorName = "AVX2";
 #define OFFBOOK_PAIR_DOT 0
 
 constexpr int kVectors = 8;  // how many F16x the registers hold
+constexpr int kTileRows = 6;  // rows of a product whose sums live in registers at once
+constexpr int kHeadsAtOnce = 3;  // query heads whose scores do
 
 struct F16x { __m256 a, b; };
 struct I16x { __m256i a, b; };

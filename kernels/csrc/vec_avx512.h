@@ -13,6 +13,8 @@ constexpr const char* kVectorName = "AVX-512";
 #endif
 
 constexpr int kVectors = 32;  // how many F16x the registers hold
+constexpr int kTileRows = 6;  // rows of a product whose sums live in registers at once
+constexpr int kHeadsAtOnce = 3;  // query heads whose scores do
 
 struct F16x { __m512 a; };
 struct I16x { __m512i a; };

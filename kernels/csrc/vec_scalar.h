@@ -8,13 +8,16 @@ constexpr const char* kVectorName = "scalar";
 #define OFFBOOK_PAIR_DOT 0
 
 constexpr int kVectors = 8;  // how many F16x the registers hold
+constexpr int kTileRows = 1;  // rows of a product whose sums live in registers at once
+constexpr int kHeadsAtOnce = 1;  // query heads whose scores do
 
 struct F16x { float a[16]; };
 struct I16x { uint32_t a[16]; };
 struct Mask { bool a[16]; };
 
-template <class To, class F> OFFBOOK_INLINE To lanes(F&& f) {
+template <class To, class F> To lanes(F&& f) {
   To out;
+#pragma GCC unroll 1
   for (int i = 0; i < 16; i++) out.a[i] = f(i);
   return out;
 }
@@ -31,7 +34,7 @@ OFFBOOK_INLINE F16x sub(F16x x, F16x y) { return lanes<F16x>([&](int i) { return
 OFFBOOK_INLINE F16x mul(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] * y.a[i]; }); }
 OFFBOOK_INLINE F16x div(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] / y.a[i]; }); }
 // x * y + z, rounded once
-OFFBOOK_INLINE F16x fma(F16x x, F16x y, F16x z) { return lanes<F16x>([&](int i) { return std::fma(x.a[i], y.a[i], z.a[i]); }); }
+inline F16x fma(F16x x, F16x y, F16x z) { return lanes<F16x>([&](int i) { return std::fma(x.a[i], y.a[i], z.a[i]); }); }
 // x > y ? x : y, so NaN in y stays
 OFFBOOK_INLINE F16x maximum(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] > y.a[i] ? x.a[i] : y.a[i]; }); }
 // x < y ? x : y, so NaN in y stays
