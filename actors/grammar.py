@@ -292,6 +292,3 @@ def _reason(matcher: LLMatcher) -> str:
 
 def _too_complex(matcher: LLMatcher) -> ConstraintError:
     return ConstraintError(f"the constraint became too complex: {_reason(matcher)}", ("response_format",))
-
-
-

@@ -184,7 +184,9 @@ def _fit(
         message = f"The prompt is too long: {len(ids)}, model maximum context length: {context}"
         return Failure(loc, message, "too_long"), 0
     if request.context_length_exceeded_behavior == "error" and asked is not None and len(ids) + asked > context:
-        message = f"The prompt's {len(ids)} tokens and {asked} more exceed the model's maximum context length of {context}"
+        message = (
+            f"The prompt's {len(ids)} tokens and {asked} more exceed the model's maximum context length of {context}"
+        )
         field = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         return Failure((field,), message, "too_long"), 0
     return None, min(wanted, context - len(ids))

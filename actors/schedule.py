@@ -245,4 +245,3 @@ class Scheduler:
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
-

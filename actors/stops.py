@@ -72,7 +72,5 @@ class StopMatcher:
                     start = left + len(pattern.string)
                     best = start if best is None or start > best else best
         # A complete string that did not count can still be the beginning of another match, through its border.
-        self.held = max(
-            [p.matched if p.matched < len(p.string) else p._border(p.matched) for p in patterns], default=0
-        )
+        self.held = max([p.matched if p.matched < len(p.string) else p._border(p.matched) for p in patterns], default=0)
         return best
