@@ -109,5 +109,3 @@ class ExchangeConnection(TrioASGIHTTPConnection):
 def with_metrics(metrics: DoorMetrics) -> type[ExchangeConnection]:
     """The connection class of one application."""
     return type("ExchangeConnection", (ExchangeConnection,), {"metrics": metrics})
-
-

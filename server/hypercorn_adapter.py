@@ -296,8 +296,9 @@ class Connection(TCPServer):
 
     async def _linger(self) -> None:
         """Let the client finish sending and read our answer: closing on unread bytes would reset the connection."""
-        with trio.move_on_after(self.config.linger_s, shield=True), suppress(
-            trio.BrokenResourceError, trio.ClosedResourceError
+        with (
+            trio.move_on_after(self.config.linger_s, shield=True),
+            suppress(trio.BrokenResourceError, trio.ClosedResourceError),
         ):
             await self.stream.send_eof()
             try:

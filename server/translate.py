@@ -241,11 +241,14 @@ def _seconds(value: float) -> float:
 
 def opening_headers(answer: Answer) -> dict[str, str]:
     """What is known when generation starts: enough to replay the request."""
-    return {
+    headers = {
         "fireworks-prompt-tokens": str(answer.usage.prompt_tokens),
         "fireworks-sampling-options": json.dumps(answer.sampling_options),
         "fireworks-seed": str(answer.seed),
     }
+    if answer.warnings:
+        headers["fireworks-warnings"] = _header_text("; ".join(answer.warnings))
+    return headers
 
 
 def closing_headers(answer: Answer) -> dict[str, str]:
@@ -257,4 +260,4 @@ def _header_text(value: float | int | str) -> str:
     """A number without exponent; text that a header can carry."""
     if isinstance(value, float):
         return f"{value:.6f}"
-    return str(value).encode("ascii", "backslashreplace").decode()
+    return str(value).encode("unicode_escape").decode()
