@@ -97,7 +97,8 @@ class Sampler:
         """
         if k_begin >= k_end:
             return
-        self._check(logits, batch, k_begin, k_end, masks)
+        params = self._packed.of(batch.run_params)
+        self._check(logits, batch, params, k_begin, k_end, masks)
         if self._reference is not None:
             self._reference.sample(logits, batch, k_begin, k_end, masks, result)
             return
@@ -107,7 +108,6 @@ class Sampler:
         kept_at = np.full(len(limits), -1, np.int32)
         kept_at[wanting] = np.arange(len(wanting))
         kept_ids = np.empty((len(wanting), width), np.int32)
-        params = self._packed.of(batch.run_params)
         args = np.zeros(1, STEP_ARGS)
         pointers = (
             logits, masks, np.frombuffer(params, np.uint8), batch.row_forced, batch.row_draft, batch.row_mask,
@@ -117,7 +117,7 @@ class Sampler:
         )  # fmt: skip
         mask_words = 0 if masks is None else masks.shape[1]
         args[0] = (
-            *(0 if array is None else array.ctypes.data for array in pointers),
+            *(0 if array is None else array.__array_interface__["data"][0] for array in pointers),
             *(self.vocabulary_size, k_begin, k_end, len(batch.run_params), mask_words),
             *(result.top_ids.shape[1], width, logits.dtype == np.uint16),
         )
@@ -133,14 +133,20 @@ class Sampler:
         self._call(ctypes.c_void_p(step_args), self._parallel_for)
 
     def _check(
-        self, logits: F32 | npt.NDArray[np.uint16], batch: StepBatch, k_begin: int, k_end: int, masks: U32 | None
+        self,
+        logits: F32 | npt.NDArray[np.uint16],
+        batch: StepBatch,
+        params: bytes,
+        k_begin: int,
+        k_end: int,
+        masks: U32 | None,
     ) -> None:
         rows, vocabulary = k_end - k_begin, self.vocabulary_size
         if logits.dtype not in (np.float32, np.uint16) or logits.shape != (rows, vocabulary):
             raise ValueError(f"logits: need float32 [{rows}, {vocabulary}], got {logits.dtype} {logits.shape}")
         if not logits.flags.c_contiguous or (masks is not None and not masks.flags.c_contiguous):
             raise ValueError("logits, masks: need C-contiguous arrays")
-        check_batch(batch, len(self._slots), vocabulary)
+        check_batch(batch, params, len(self._slots), vocabulary)
         check_masks(batch, masks, vocabulary)
         r = int(np.searchsorted(batch.run_start, k_begin, "right")) - 1
         q = int(np.searchsorted(batch.run_start, k_end, "left")) - 1

@@ -137,7 +137,7 @@ class GpuSampler:
             raise ValueError(f"logits: need them on {self._buffers.device}, got {logits.device}")
         if logits.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"logits: need float32 or bfloat16, got {logits.dtype}")
-        check_batch(batch, self._slots_total, v)
+        check_batch(batch, self._packed.of(batch.run_params), self._slots_total, v)
         check_masks(batch, masks, v)
         for edge, side in ((k_begin, "right"), (k_end, "left")):
             r = int(np.searchsorted(batch.run_start, edge, side)) - 1  # type: ignore[call-overload]

@@ -120,18 +120,21 @@ def check_ids(name: str, ids: npt.NDArray[np.int32], lowest: int, vocabulary_siz
 _INT32_FIELDS = ("row_forced", "row_draft", "row_mask", "run_start", "run_kind", "run_slot", "run_draw")
 
 
-def check_batch(batch: StepBatch, slots: int, vocabulary_size: int) -> None:
-    """Raises ValueError naming the field for a batch that would make the sampler read outside its memory."""
+def check_batch(batch: StepBatch, packed: bytes, slots: int, vocabulary_size: int) -> None:
+    """Raises ValueError naming the field for a batch that would make the sampler read outside its memory.
+
+    ``packed``: the records of the batch's parameters.
+    """
     for name in _INT32_FIELDS:
         array = getattr(batch, name)
         if array.dtype != np.int32 or not array.flags.c_contiguous:
             raise ValueError(f"{name}: need a C-contiguous int32 array, got {array.dtype}")
     check_ids("row_forced", batch.row_forced, -1, vocabulary_size)
     check_ids("run_slot", batch.run_slot, -1, slots)
-    for params, slot, kind in zip(batch.run_params, batch.run_slot.tolist(), batch.run_kind.tolist(), strict=True):
-        if slot < 0 and kind != SCORE and params.uses_slot:
-            raise ValueError("run_slot: these parameters need a slot (penalties or logit_bias), got -1")
-    if len(batch.run_kind) and SCORE in batch.run_kind:
+    adjusts = np.frombuffer(packed, CONSTANTS)["flags"] & ADJUSTS != 0
+    if (adjusts & (batch.run_slot < 0) & (batch.run_kind != SCORE)).any():
+        raise ValueError("run_slot: penalties and logit_bias need a slot, got -1")
+    if (batch.run_kind == SCORE).any():
         scored = np.repeat(batch.run_kind, np.diff(batch.run_start)) == SCORE
         if (batch.row_forced[scored] < 0).any():
             raise ValueError("row_forced: every row of a SCORE run needs its token")

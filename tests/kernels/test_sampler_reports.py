@@ -183,9 +183,7 @@ def test_mirostat_uses_temperature_and_goes_on_after_a_restart() -> None:
     params = SamplingParams(mirostat_target=4.0, mirostat_lr=0.1, temperature=0.7, seed=1)
     whole = generate(params, 12)
     logits = rows(12)
-    later = [
-        together([params], logits[i : i + 1], draws=[i], mu=[float(whole[i - 1].run_mu[0])]) for i in range(6, 12)
-    ]
+    later = [together([params], logits[i : i + 1], draws=[i], mu=[float(whole[i - 1].run_mu[0])]) for i in range(6, 12)]
     assert [bits(r) for r in later] == [bits(r) for r in whole[6:]]
     assert tokens(generate(SamplingParams(mirostat_target=4.0, temperature=1.9, seed=1), 12)) != tokens(whole)
 
