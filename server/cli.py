@@ -93,8 +93,7 @@ def _listen_options(to: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
     add("--port", type=count(0), default=8000, help="port to listen on; 0 picks a free one")
     add("--api-key", dest="api_keys", action="append", default=[], metavar="KEY",
-        help="only take requests with one of these keys; also $OFFBOOK_API_KEYS, comma-separated, which ps does not show",
-        )  # fmt: skip
+        help="take only requests with one of these; or $OFFBOOK_API_KEYS (commas), which ps hides")  # fmt: skip
     add("--connections-max", type=count(1), default=1000, metavar="N", help="more get a 503")
     add(
         "--body-max",

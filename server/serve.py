@@ -128,11 +128,10 @@ class _House:
 def announce(card: ModelCard, url: str) -> None:
     """What was loaded, and a line to try."""
     body = json.dumps({"model": card.id, "prompt": "The sky is", "max_tokens": 16, "temperature": 0})
-    megabytes = 2**20
+    weights, kv = (f"{size / 2**20:.0f} MiB" for size in (card.weight_bytes, card.kv_bytes))
     _say(
-        f"loaded {card.id} on {card.device} in {card.load_s:.1f} s: {card.weight_bytes / megabytes:.0f} MiB of weights, "
-        f"{card.kv_bytes / megabytes:.0f} MiB of KV memory for {card.kv_tokens} tokens, "
-        f"context {card.context_length}"
+        f"loaded {card.id} on {card.device} in {card.load_s:.1f} s: {weights} of weights, "
+        f"{kv} of KV memory for {card.kv_tokens} tokens, context {card.context_length}"
     )
     _say(f"ready; try:\n  curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'")
 
