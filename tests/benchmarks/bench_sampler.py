@@ -3,8 +3,8 @@
     PYTHONPATH=.typing:tests/support python tests/benchmarks/bench_sampler.py [rows]
 
 Minimum of several runs of ``rows`` different rows (16), normal logits of standard deviation 3 (a hard case: a nucleus
-of thousands of tokens) and the same made peaked, as a language model's are. The prototype's figures, on AVX-512, for the
-row "everything": 98 us at V = 49152 and 294 at 151936 with top_k 50.
+of thousands of tokens) and the same made peaked, as a language model's are. The prototype's figures on AVX-512, for
+the row "everything": 98 us at V = 49152 and 294 at 151936 with top_k 50.
 """
 
 from __future__ import annotations
