@@ -53,8 +53,8 @@ class _Held:
 class Answer:
     """An async iterable of ``Delta``; see the attributes. ``usage`` and ``timings`` are final after the last delta.
 
-    Iterating raises CompletionError children: StepFailed when the device failed, DeadlineExceeded, EngineOverloaded when
-    a request with priority took its place in the queue.
+    Iterating raises CompletionError children: StepFailed when the device failed, DeadlineExceeded, EngineOverloaded
+    when a request with priority took its place in the queue.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Constraints:
 
     async def get(self, fmt: ResponseFormat | None) -> Constraint | None:
         """The constraint for a response format, None where it constrains nothing. Raises InvalidRequest (400)."""
-        if fmt is None or fmt.type == "text" and fmt == ResponseFormat(type="text"):
+        if fmt is None or fmt == ResponseFormat(type="text"):
             return None
         key = self._encode(fmt)
         kept = self._kept.get(key)

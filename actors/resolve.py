@@ -216,8 +216,11 @@ def _prediction_text(prediction: PredictedOutput | str) -> str:
         return prediction
     if isinstance(prediction.content, str):
         return prediction.content
-    bad = [Failure(("prediction", "content", i, "type"), "A prediction is made of text parts", "not_supported", part.type)
-           for i, part in enumerate(prediction.content) if part.type != "text" or part.text is None]  # fmt: skip
+    bad = [
+        Failure(("prediction", "content", i), "A prediction is made of text parts", "not_supported", repr(part.type))
+        for i, part in enumerate(prediction.content)
+        if part.type != "text" or part.text is None
+    ]
     if bad:
         raise InvalidRequest(*bad, status=400)
     return "".join(part.text or "" for part in prediction.content)

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("kernels", "actors", "server")  # from the ground up
 PURE = (
     "actors/blocks.py", "actors/choice.py", "actors/drafts.py", "actors/errors.py", "actors/events.py",
-    "actors/grammar.py", "actors/prefix.py", "actors/request.py", "actors/resolve.py", "actors/schedule.py", "actors/sequence.py",
-    "actors/steps.py", "actors/stops.py", "actors/text.py", "actors/thinking.py", "actors/tokens.py",
+    "actors/grammar.py", "actors/prefix.py", "actors/request.py", "actors/resolve.py", "actors/schedule.py",
+    "actors/sequence.py", "actors/steps.py", "actors/stops.py", "actors/text.py", "actors/thinking.py", "actors/tokens.py",
     "server/schemas.py", "server/sse.py", "server/translate.py",
 )  # fmt: skip
 ACTORS = ("admission", "batching", "execution", "fanout")
@@ -106,14 +106,12 @@ def test_no_import_cycles() -> None:
 
 def test_pure_cores_know_no_trio() -> None:
     for name in PURE:
-        outside_typing = [i for i in imports(_without_typing(tree(ROOT / name)), name.split("/")[0])]
+        outside_typing = list(imports(_without_typing(tree(ROOT / name)), name.split("/")[0]))
         assert not {"trio", "quart", "hypercorn"} & {i.split(".")[0] for i in outside_typing}, name
 
 
 def _without_typing(module: ast.Module) -> ast.Module:
-    module.body = [
-        n for n in module.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    ]
+    module.body = [n for n in module.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
     return module
 
 

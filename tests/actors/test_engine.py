@@ -337,7 +337,11 @@ async def test_a_prediction_never_shows_in_the_answer(
 
 @pytest.mark.parametrize(
     ("grammar", "pattern"),
-    [('root ::= "yes" | "no"', "yes|no"), ("root ::= [a-c]{3,5} [0-9]", "[a-c]{3,5}[0-9]"), ('root ::= "all of it"', None)],
+    [
+        ('root ::= "yes" | "no"', "yes|no"),
+        ("root ::= [a-c]{3,5} [0-9]", "[a-c]{3,5}[0-9]"),
+        ('root ::= "all of it"', None),
+    ],
 )
 @pytest.mark.parametrize("ignore_eos", [False, True])
 async def test_a_grammar_is_obeyed_and_ends_the_answer(
@@ -353,7 +357,10 @@ async def test_a_grammar_is_obeyed_and_ends_the_answer(
 
 async def test_a_bad_grammar_is_refused_and_hurts_nobody(autojump_clock: trio.testing.MockClock) -> None:
     async with engine_on() as engine:
-        for fmt in ({"type": "grammar", "grammar": "root ::= ("}, {"type": "json_schema", "schema": {"minItems": 2**64}}):
+        for fmt in (
+            {"type": "grammar", "grammar": "root ::= ("},
+            {"type": "json_schema", "schema": {"minItems": 2**64}},
+        ):
             with pytest.raises(InvalidRequest) as caught:
                 await ask(engine, prompt="say", response_format=fmt)
             assert caught.value.status == 400

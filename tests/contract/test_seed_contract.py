@@ -1,7 +1,8 @@
-"""The contracts nobody else offers, on the real CPU device: an answer's ids and log-probability bits are those of its lone
-cold run, whatever the crowd, the chunks, the cache, preemption, drafts and cancellations around it.
+"""The contracts nobody else offers, on the real CPU device: an answer's ids and log-probability bits are those of its
+lone cold run, whatever the crowd, the chunks, the cache, preemption, drafts and cancellations around it.
 
-``SEED_CONTRACT_ROUNDS=200 pytest tests/contract/test_seed_contract.py`` runs longer; a failing seed is in the test's id.
+``SEED_CONTRACT_ROUNDS=200 pytest tests/contract/test_seed_contract.py`` runs longer; a failing seed is in the test's
+id.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import trio
+
 from offbook.actors.config import EngineConfig
 from offbook.actors.engine import Engine, open_engine
 from offbook.actors.events import Delta, Usage

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
 from offbook.actors.events import ModelCard
+from offbook.actors.execution import Executor
 from offbook.actors.loading import Loaded
 from offbook.actors.resolve import Limits
 from offbook.actors.steps import Step, fill_masks
+from offbook.actors.tokens import Tokenizer
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.spec import ModelSpec, RopeSpec
 from offbook.kernels.step import BLOCK_TOKENS, SAMPLE, StepBatch, StepResult
@@ -187,11 +190,17 @@ SPEC = ModelSpec(
 )  # fmt: skip
 
 
-def loaded_with(executor: object, device: SimDevice) -> Loaded:
+def loaded_with(executor: Executor, device: SimDevice) -> Loaded:
     """What open_engine needs to run on an executor of our own."""
     context = min(device.context_length, device.blocks_total * BLOCK_TOKENS)
     card = ModelCard(id="simulated", aliases=(), context_length=context, vocabulary_size=VOCABULARY, created=0,
                      device=device.name, weight_bytes=0, kv_bytes=0, kv_tokens=device.blocks_total * BLOCK_TOKENS,
                      load_s=0.0)  # fmt: skip
-    return Loaded(card=card, tokenizer=LetterTokenizer(), limits=Limits(context, VOCABULARY, {}),  # type: ignore[arg-type]
-                  executor=executor, blocks_total=device.blocks_total, slots_total=device.slots_total)  # type: ignore[arg-type]
+    return Loaded(
+        card=card,
+        tokenizer=cast(Tokenizer, LetterTokenizer()),
+        limits=Limits(context, VOCABULARY, {}),
+        executor=executor,
+        blocks_total=device.blocks_total,
+        slots_total=device.slots_total,
+    )
