@@ -114,7 +114,7 @@ class _Worker:
             future, call = job
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001  (no async code: handed to whoever waits for the result)
+            except BaseException as error:  # noqa: BLE001, ASYNC103  (a thread: handed to whoever waits)
                 future.set_exception(error)
             del job, future, call
 

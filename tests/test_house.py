@@ -16,10 +16,9 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("kernels", "actors", "server")  # from the ground up
 PURE = (
     "actors/blocks.py", "actors/choice.py", "actors/drafts.py", "actors/errors.py", "actors/events.py",
-    "actors/grammar.py", "actors/prefix.py", "actors/request.py", "actors/resolve.py",
-    "actors/schedule.py",
-    "actors/sequence.py", "actors/steps.py", "actors/stops.py", "actors/text.py", "actors/thinking.py", "actors/tokens.py",
-    "server/schemas.py", "server/sse.py", "server/translate.py",
+    "actors/grammar.py", "actors/prefix.py", "actors/request.py", "actors/resolve.py", "actors/schedule.py",
+    "actors/sequence.py", "actors/steps.py", "actors/stops.py", "actors/text.py", "actors/thinking.py",
+    "actors/tokens.py", "server/schemas.py", "server/sse.py", "server/translate.py",
 )  # fmt: skip
 ACTORS = ("admission", "batching", "execution", "fanout")
 FILE_LINES_MAX = 350
