@@ -257,6 +257,7 @@ def sampling_params(
             **options,
             "seed": seed,
             "logit_bias": bias,
+            "logprobs": wants.rows,
             "top_logprobs": wants.top,
             "kept_ids_max": KEPT_IDS_MAX if wants.kept_ids else 0,
         },

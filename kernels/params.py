@@ -29,8 +29,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # 64 bits, unsigned
     choice: int = 0  # sample index within its prompt: part of the draw's key
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), ids unique
+    logprobs: bool = True  # whether raw log-probabilities are wanted; they cost a pass over the row, and are 0 if not
     top_logprobs: int = 0  # alternatives wanted per token, from the raw distribution
     kept_ids_max: int = 0  # ids of surviving tokens wanted when there are at most this many (0 = only the count)
+
+    @property
+    def scored(self) -> bool:
+        """Whether any raw log-probability is wanted."""
+        return self.logprobs or self.top_logprobs > 0
 
     @property
     def uses_slot(self) -> bool:

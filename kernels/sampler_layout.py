@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .params import SamplingParams
 from .step import F32, I32, SCORE, U32, SlotOpen, StepBatch, StepResult
 
-GREEDY, MIROSTAT, ADJUSTS, COUNTS = 1, 2, 4, 8
+GREEDY, MIROSTAT, ADJUSTS, COUNTS, SCORED = 1, 2, 4, 8, 16
 REPETITION_EPSILON = 1e-5  # stands for repetition_penalty 0, so that dividing a logit stays finite
 LARGEST_VOCABULARY = 1 << 20
 LOWEST_LOGPROB = -9999.0
@@ -45,7 +45,8 @@ def flags_of(params: SamplingParams) -> int:
     mirostat = params.mirostat_target is not None
     greedy = params.temperature == 0 or (not mirostat and (params.top_p == 0 or params.top_k == 1))
     counts = params.repetition_penalty != 1.0 or params.frequency_penalty != 0 or params.presence_penalty != 0
-    return GREEDY * greedy | MIROSTAT * mirostat | ADJUSTS * params.uses_slot | COUNTS * counts
+    draws = GREEDY * greedy | MIROSTAT * mirostat
+    return draws | ADJUSTS * params.uses_slot | COUNTS * counts | SCORED * params.scored
 
 
 def pack(params: SamplingParams) -> bytes:

@@ -207,7 +207,7 @@ class ReferenceSampler:
                 token = self._draw(y, params, mu, int(batch.run_draw[r]) + j, k, result)
                 if token < 0:
                     break
-                result.logprob[k] = max(raw_logprobs(row)[token], LOWEST_LOGPROB)
+                result.logprob[k] = max(raw_logprobs(row)[token], LOWEST_LOGPROB) if params.scored else 0.0
                 if params.mirostat_target is not None and not is_greedy(params):
                     mu -= params.mirostat_lr * (-float(result.sampling_logprob[k]) - params.mirostat_target)
             elif params.kept_ids_max:

@@ -78,7 +78,7 @@ class StepResult:
     step_id: int
     token: I32  # [K] the token taken (the forced one in a SCORE run), -1 where not reached or on error
     error: U8  # [K] bits ERROR_*
-    logprob: F32  # [K] log-softmax of the raw logits at the token; finite, at least -9999
+    logprob: F32  # [K] log-softmax of the raw logits at the token; finite, at least -9999 (0 where not asked for)
     sampling_logprob: F32  # [K] under the final distribution; 0 when greedy or forced; unspecified in a SCORE run
     kept: I32  # [K] how many tokens were left to draw from (1 when greedy or forced)
     run_mu: F32  # [R] mirostat's mu after the run

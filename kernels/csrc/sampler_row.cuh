@@ -11,7 +11,8 @@
 
 struct RawRow {
   const float* x;
-  float largest, log_sum;  // of the raw logits
+  float largest, log_sum;  // of the raw logits; no log_sum where nobody asks
+  bool scored;
   bool weighted;           // the buffer e holds the weights of x at temperature 1
   unsigned char error;
 };
@@ -23,6 +24,7 @@ struct Drawn {
 };
 
 DEVICE float raw_logprob(const RawRow& raw, int token) {
+  if (!raw.scored) return 0.0f;
   float value = raw.x[token] - raw.largest - raw.log_sum;
   return value > LOWEST_LOGPROB ? value : LOWEST_LOGPROB;
 }
@@ -64,14 +66,15 @@ PROGRAM RawRow read_raw(B& b, const StepArgs& a, const SamplingConstants& p, Row
   const float largest = b.kth_lane(1);
   raw.largest = largest;
   raw.log_sum = 0.0f;
+  raw.scored = (p.flags & SCORED) != 0;
   raw.error = bad ? ERROR_NAN : largest == NEGATIVE_INFINITY ? ERROR_EMPTY : 0;
   raw.weighted = !raw.error && p.inverse_temperature == 1.0f && needs_row_weights(p);
   if (raw.error) return raw;
   if (raw.weighted) {
     const float* e = buffers.e;
     write_weights(b, x, n, largest, 1.0f, buffers.e);
-    raw.log_sum = log_positive(b.sum(n, [=](int i) { return positive_part(e[i]); }));
-  } else {
+    if (raw.scored) raw.log_sum = log_positive(b.sum(n, [=](int i) { return positive_part(e[i]); }));
+  } else if (raw.scored) {
     raw.log_sum = log_positive(b.sum(n, [=](int i) { return exp_negative(x[i] - largest); }));
   }
   return raw;

@@ -7,6 +7,7 @@
 constexpr u32 GREEDY = 1;    // argmax of the processed logits
 constexpr u32 MIROSTAT = 2;  // replaces the four filters
 constexpr u32 ADJUSTS = 4;   // the slot's entries change the logits
+constexpr u32 SCORED = 16;   // raw log-probabilities are wanted: a pass over the row that others are spared
 constexpr u32 COUNTS = 8;    // taken tokens are added to the slot's entries
 
 constexpr int RUN_SAMPLE = 0;

@@ -11,6 +11,7 @@ import math
 import warnings
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from sampler_cases import ROW_KINDS, bits, make_batch, make_row, pack_masks, params_grid, run_step
@@ -291,3 +292,24 @@ def test_without_a_compiler_numpy_samples_with_one_warning(monkeypatch: pytest.M
     assert [str(w.message) for w in told] == ["the sampler runs in NumPy, slowly: none here"]
     assert assert_close(run_step(fallback, logits, batch, masks), right, "fallback") == 0
     fallback.close()
+
+
+def test_log_probabilities_nobody_asked_for_cost_no_pass_and_change_no_draw() -> None:
+    rng = np.random.default_rng(11)
+    logits = rng.normal(size=(6, 4001)).astype(np.float32) * 3
+    settings: tuple[dict[str, float], ...] = (
+        {},
+        {"temperature": 0.0},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"typical_p": 0.8},
+        {"mirostat_target": 3.0},
+    )
+    asked = [SamplingParams(seed=i, **s) for i, s in enumerate(settings)]
+    silent = [msgspec.structs.replace(p, logprobs=False) for p in asked]
+    told, untold = (run_step(Sampler(4001, 0), logits, make_batch(params)) for params in (asked, silent))
+    assert told.token.tolist() == untold.token.tolist()
+    assert told.sampling_logprob.tobytes() == untold.sampling_logprob.tobytes()
+    assert told.kept.tolist() == untold.kept.tolist()
+    assert (untold.logprob == 0).all()
+    assert (told.logprob < 0).all()
