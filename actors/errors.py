@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+FAILURES_TOLD = 64
+
 
 class Failure(msgspec.Struct, frozen=True):
     """One thing wrong with a request: where (``("logit_bias", "abc")``), what, and the value if it is short."""
@@ -31,15 +33,16 @@ class CompletionError(Exception):
 
 
 class InvalidRequest(CompletionError):
-    """The request breaks the schema (422) or is one that this model cannot serve (400). All failures at once."""
+    """The request breaks the schema (422) or is one that this model cannot serve (400). All failures at once, in so far
+    as they are fewer than ``FAILURES_TOLD``: a body can hold a hundred thousand."""
 
     code = "invalid_request_error"
 
     def __init__(self, *failures: Failure, status: int = 422) -> None:
-        self.failures = failures
+        self.failures = failures[:FAILURES_TOLD]
         self.status = status
-        texts = [describe(f) for f in failures]
-        many = f"{len(texts)} request validation errors: " if len(texts) > 1 else ""
+        texts = [describe(f) for f in self.failures]
+        many = f"{len(failures)} request validation errors: " if len(failures) > 1 else ""
         super().__init__(many + "; ".join(texts))
 
     @property
