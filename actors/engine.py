@@ -54,6 +54,7 @@ from .resolve import (
 from .schedule import Scheduler, StepBudget
 from .sequence import Sequence
 from .text import Surfaces
+from .thinking import ThinkingState, find_markers, plan_thinking
 from .ticket import Event, Ticket
 
 
@@ -128,6 +129,7 @@ class Engine:
         self._scheduler = scheduler
         self._to_admission = to_admission
         self._constraints = Constraints(config, loaded.tokenizer, loaded.tokenizer.eos_ids, loaded.card.vocabulary_size)
+        self._markers = find_markers(loaded.tokenizer, config.think_start, config.think_end)
         self._active = 0
         self._idle = trio.Event()
         self._idle.set()
@@ -249,6 +251,7 @@ class Engine:
             answer.grammar, answer.warnings = constraint.source, constraint.warnings
         prediction = predicted_ids(request, self.tokenizer, self._limits)
         ticket.prediction_tokens = len(prediction)
+        thinking = plan_thinking(request, self._markers, self.tokenizer)
         drafter = Prediction(prediction) if prediction else PromptLookup(()) if self.config.prompt_lookup else None
         keep = request.prompt_cache_key is not None or context.session is not None
         for plan in plans:
@@ -265,6 +268,7 @@ class Engine:
                     namespace=namespace_of(request, context), cache_limit=request.prompt_cache_max_len, keep=keep,
                     matcher=constraint.matcher() if constraint is not None else None,
                     drafter=drafter.fresh() if drafter is not None else None,
+                    thinking=ThinkingState(thinking, prompt) if thinking is not None else None,
                 )  # fmt: skip
                 choice = Choice(ticket, len(ticket.choices), sequence, self.surfaces, stop_strings(request), wants)
                 sequence.owner = choice

@@ -135,8 +135,12 @@ class Scheduler:
 
     def _drafts(self, sequence: Sequence) -> list[int]:
         most = min(self.drafts_max, sequence.room - 1)
-        if most <= 0 or (sequence.thinking is not None and sequence.thinking.forcing):
+        if sequence.thinking is not None:
+            most = min(most, sequence.thinking.draft_limit)
+        if most <= 0:
             return []
+        if sequence.matcher is not None and not sequence.constrained:
+            return []  # inside a thinking block, with a grammar waiting: a draft could close the block
         drafts = sequence.matcher.forced_tokens()[:most] if sequence.matcher is not None else []
         if sequence.drafter is not None and not drafts:
             drafts = sequence.drafter.propose(sequence.tokens, sequence.n_prompt, most)

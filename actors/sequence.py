@@ -111,6 +111,11 @@ class Sequence:
         return self.n_output > 0 and self.remaining == 1
 
     @property
+    def constrained(self) -> bool:
+        """Whether the grammar applies to the next token: not inside a thinking block, whose text is the model's own."""
+        return self.matcher is not None and not (self.thinking is not None and self.thinking.inside)
+
+    @property
     def room(self) -> int:
         """Tokens it may still generate."""
         return self.max_tokens - self.n_output

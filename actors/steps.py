@@ -82,7 +82,7 @@ class _Builder:
         sequence, row = work.sequence, first_row + work.count - 1
         forced = sequence.thinking.forced if sequence.thinking is not None else None
         mask = -1
-        if forced is None and (sequence.matcher is not None or sequence.n_output < sequence.min_tokens):
+        if forced is None and (sequence.constrained or sequence.n_output < sequence.min_tokens):
             mask = self.mask_rows
             self.mask_rows += 1 + len(work.drafts)
             self.jobs.append(MaskJob(mask, sequence, work.drafts))
@@ -208,10 +208,11 @@ def _take_tokens(gain: Gain, work: Work, rows: range, tokens: list[int]) -> None
             break
         gain.tokens.append(token)
         gain.rows.append(k)
+        constrained = sequence.constrained
         if sequence.thinking is not None:
             sequence.thinking.push(token)
         gain.finish = sequence.take(token)
-        if sequence.matcher is not None:
+        if constrained and sequence.matcher is not None:
             sequence.matcher.consume(token)
             if sequence.matcher.finished:
                 gain.finish = "stop"
@@ -239,7 +240,7 @@ def fill_masks(step: Step, vocabulary_size: int) -> U32 | None:
     for job in step.mask_jobs:
         sequence, rows = job.sequence, masks[job.row : job.row + 1 + len(job.drafts)]
         early = sequence.min_tokens - sequence.n_output  # rows at which it may not end yet
-        if sequence.matcher is None:
+        if sequence.matcher is None or not sequence.constrained:
             for token in sequence.eos_ids:
                 rows[:early, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
         else:

@@ -28,6 +28,7 @@ from offbook.actors.events import Context, Delta
 from offbook.actors.execution import StepError
 from offbook.actors.request import from_fields
 from offbook.actors.steps import Step
+from offbook.actors.thinking import BRIDGE
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.step import StepResult
 
@@ -365,3 +366,26 @@ async def test_a_bad_grammar_is_refused_and_hurts_nobody(autojump_clock: trio.te
                 await ask(engine, prompt="say", response_format=fmt)
             assert caught.value.status == 400
         assert len(await ask(engine, prompt="say", max_tokens=1)) == 1
+
+
+@pytest.mark.parametrize("prediction", [None, "hmm hmm hmm", "the same"])
+async def test_a_thinking_budget_holds_with_and_without_drafts(
+    autojump_clock: trio.testing.MockClock, prediction: str | None
+) -> None:
+    """B205, B207: the budget is kept to the token whoever opened the block, and drafts change nothing."""
+    body: dict[str, object] = {"prompt": "whyA", "max_tokens": 60, "ignore_eos": True, "seed": 4, "reasoning_effort": 5}
+    async with engine_on(think_start="A", think_end="Z") as engine:
+        (plain,) = await ask(engine, **body)
+        guess = plain.text if prediction == "the same" else prediction
+        (drafted,) = await ask(engine, **body, **({} if guess is None else {"speculation": guess}))
+    assert drafted == plain
+    closing = [*LETTERS.encode(BRIDGE), LETTERS.encode("Z")[0]]
+    assert list(plain.token_ids[5 : 5 + len(closing)]) == closing
+
+
+async def test_a_grammar_waits_for_the_end_of_thinking(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on(think_start="A", think_end="Z") as engine:
+        fmt = {"type": "grammar", "grammar": 'root ::= "yes" | "no"'}
+        (choice,) = await ask(engine, prompt="A", reasoning_effort=3, response_format=fmt, seed=2, ignore_eos=True)
+    assert choice.text.partition("Z")[2] in ("yes", "no")
+    assert choice.finish_reason == "stop"
