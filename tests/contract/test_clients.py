@@ -64,7 +64,8 @@ def test_fireworks_reads_the_legacy_format(fireworks: Fireworks, model: str) -> 
     answer = fireworks.completions.create(model=model, prompt=PROMPT, max_tokens=1, logprobs=1, echo=True)
     logprobs = answer.choices[0].logprobs
     assert type(logprobs).__name__ == "LogProbs"
-    tops, values = logprobs.top_logprobs, logprobs.token_logprobs  # type: ignore[union-attr]
+    tops: Any = logprobs.top_logprobs  # type: ignore[union-attr]
+    values: Any = logprobs.token_logprobs  # type: ignore[union-attr]
     assert (values[0], tops[0]) == (0.0, {})
     assert all(value in top.values() for value, top in zip(values[1:], tops[1:], strict=True))
 
