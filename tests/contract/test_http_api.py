@@ -12,6 +12,8 @@ import trio
 from door import MODEL, canonical, door_on, joined, random_request
 from raw_http import connect, request_bytes, serving
 
+from offbook.actors.errors import CompletionError
+from offbook.server import translate
 from offbook.server.app import Door, DoorSettings, create_app
 
 PATHS = ("/v1/completions", "/inference/v1/completions")
@@ -254,3 +256,34 @@ async def test_a_bug_in_a_handler_is_a_500_and_no_more() -> None:
         broken = await door.completion()
         assert (broken.status, broken.json["error"]["code"]) == (500, "internal_server_error")
         assert "check_model" not in broken.body.decode()
+
+
+# -- one client, two transports --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+async def test_the_embedded_api_gives_the_same(seed: int) -> None:
+    request = random_request(random.Random(seed))
+    async with door_on() as door:
+        body = (await door.complete(**request)).json
+        async with door.engine.complete(**{**request, "stream": False}) as answer:
+            deltas = await answer.choices()
+            encoded = translate.encode(translate.completion(answer, door.engine.surfaces.piece, deltas))
+    embedded = json.loads(encoded)
+    for one in (body, embedded):
+        one["usage"].pop("prompt_tokens_details")
+    assert canonical(embedded) == canonical(body), f"seed {seed}"
+    assert [d.text for d in deltas] == [c["text"] for c in body["choices"]]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 3, "zzz": 1}, {"prompt": [64]}, {"model": "other"}, {"logprobs": 6}, {"images": ["x"]}]
+)
+async def test_the_embedded_api_refuses_the_same(fields: dict[str, object]) -> None:
+    request = {"model": MODEL, "prompt": "a", **fields}
+    async with door_on() as door:
+        answer = await door.complete(**request)
+        with pytest.raises(CompletionError) as caught:
+            async with door.engine.complete(**request):
+                pass
+    assert (caught.value.status, caught.value.message) == (answer.status, answer.json["error"]["message"])
