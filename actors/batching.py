@@ -98,6 +98,7 @@ class _Batcher:
     def apply(self, done: StepDone) -> None:
         """A step came back: take its tokens and let go of what is finished."""
         self._out = None
+        self._metrics.step_back()
         now = trio.current_time()
         gains = harvest(done.step, done.result, self._scheduler)
         self._observe(done, gains)
@@ -112,6 +113,7 @@ class _Batcher:
     def fail(self, broken: StepBroken) -> None:
         """A step failed: its requests end with an error, and what it may have written is forgotten."""
         self._out = None
+        self._metrics.step_back()
         self._metrics.failed_steps.inc()
         sequences = [w.sequence for w in broken.step.plan.works]
         for sequence in sequences:
@@ -151,8 +153,10 @@ class _Batcher:
             if ticket.first_step_at is None:
                 ticket.first_step_at = now
                 ticket.concurrent = len(self._tickets)
+                self._metrics.queue_s.observe(now - ticket.asked_at)
         self._out = plan
         self._execution.send_nowait(RunStep(assemble(plan)))
+        self._metrics.step_sent()
 
     def _observe(self, done: StepDone, gains: Iterable[Gain]) -> None:
         plan, metrics = done.step.plan, self._metrics

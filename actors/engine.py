@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import trio
@@ -34,6 +34,7 @@ from .events import Context
 from .execution import execution
 from .fanout import fanout
 from .grammar import Constraint
+from .inspection import EngineView, engine_view
 from .loading import Loaded, Progress, load_model
 from .messages import AdmissionMail, Apply, BatchingMail, Enqueue, ExecutionMail, FanoutMail
 from .metrics import EngineMetrics
@@ -90,7 +91,10 @@ async def _run(config: EngineConfig, loaded: Loaded) -> AsyncIterator[Engine]:
     to_batching, at_batching = trio.open_memory_channel[BatchingMail](config.batching_mailbox)
     to_execution, at_execution = trio.open_memory_channel[ExecutionMail](config.execution_mailbox)
     to_fanout, at_fanout = trio.open_memory_channel[FanoutMail](config.fanout_mailbox)
-    engine = Engine(config, loaded, metrics, scheduler, to_admission)
+    mailboxes = {
+        "admission": at_admission, "batching": at_batching, "execution": at_execution, "fanout": at_fanout,
+    }  # fmt: skip
+    engine = Engine(config, loaded, metrics, scheduler, to_admission, mailboxes)
     block_error: BaseException | None = None
     try:
         async with trio.open_nursery() as company:
@@ -117,7 +121,7 @@ class Engine:
 
     def __init__(
         self, config: EngineConfig, loaded: Loaded, metrics: EngineMetrics, scheduler: Scheduler,
-        to_admission: trio.MemorySendChannel[AdmissionMail],
+        to_admission: trio.MemorySendChannel[AdmissionMail], mailboxes: Mapping[str, trio.MemoryReceiveChannel[Any]],
     ) -> None:  # fmt: skip
         self.config = config
         self.card = loaded.card
@@ -130,7 +134,8 @@ class Engine:
         self._to_admission = to_admission
         self._constraints = Constraints(config, loaded.tokenizer, loaded.tokenizer.eos_ids, loaded.card.vocabulary_size)
         self._markers = find_markers(loaded.tokenizer, config.think_start, config.think_end)
-        self._active = 0
+        self._mailboxes = mailboxes  # looked at, never read
+        self._tickets: dict[int, Ticket] = {}  # of the answers that callers hold open
         self._idle = trio.Event()
         self._idle.set()
 
@@ -142,15 +147,19 @@ class Engine:
     @property
     def active(self) -> int:
         """Answers that callers hold open."""
-        return self._active
+        return len(self._tickets)
 
     def snapshot(self) -> dict[str, object]:
         """Figures for tests and for a debug page: blocks and sequences, as they are now."""
         pool = self._scheduler.pool
         return {
-            "active": self._active, "running": len(self._scheduler.running), "waiting": len(self._scheduler.waiting),
+            "active": self.active, "running": len(self._scheduler.running), "waiting": len(self._scheduler.waiting),
             "blocks_total": pool.total, "blocks_held": pool.held, "blocks_cached": pool.idle, "blocks_free": pool.free,
         }  # fmt: skip
+
+    def inspect(self) -> EngineView:
+        """Every mailbox, request and sequence of this instant, for a person who wants to know what it is doing."""
+        return engine_view(self.state, self.snapshot(), self._mailboxes, self._tickets.values(), trio.current_time())
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; what is in progress goes on."""
@@ -182,8 +191,8 @@ class Engine:
         self.check_model(request.model)
         check_request(request, self.config, self._limits)
         ticket, answer = self._open(request, context)
-        self._active += 1
-        self._idle = self._idle if self._active > 1 else trio.Event()
+        self._idle = self._idle if self._tickets else trio.Event()
+        self._tickets[id(ticket)] = ticket
         try:
             self._send(Apply(ticket))
             await answer.accepted()
@@ -194,8 +203,8 @@ class Engine:
             yield answer
         finally:
             answer.close()
-            self._active -= 1
-            if not self._active:
+            del self._tickets[id(ticket)]
+            if not self._tickets:
                 self._idle.set()
 
     def check_model(self, name: str) -> None:

@@ -5,6 +5,7 @@ Rules of this file: numbers only, no labels that a client chooses. Actors report
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -50,12 +51,29 @@ class EngineMetrics:
         self.drafted = counter("draft_tokens_total", "Draft tokens fed to the model")
         self.accepted = counter("draft_tokens_accepted_total", "Of these, accepted")
         self.failed_steps = counter("failed_steps_total", "Steps in which the device failed")
+        self.queue_s = histogram("queue_seconds", "From asking to the first step, of requests that got one")
+        self.request_s = histogram("request_seconds", "From asking to the last token, of answered requests")
         self.first_token_s = histogram("time_to_first_token_seconds", "From asking to the first token")
         self.token_gap_s = histogram("inter_token_seconds", "Between a request's tokens, step by step")
         self.step_s = histogram("step_seconds", "Step time by phase", labels=("phase",))
         self.step_rows = histogram("step_tokens", "Tokens fed in a step", TOKENS)
+        gauge(
+            "step_age_seconds", "How long the device has been at its present step; 0 between steps, large when it hangs"
+        ).set_function(self._step_age_s)
+        self._step_began: float | None = None
         self._last_evictions = 0
         self._last_preemptions = 0
+
+    def step_sent(self) -> None:
+        """The device has begun a step."""
+        self._step_began = time.monotonic()
+
+    def step_back(self) -> None:
+        """It has ended it, well or badly."""
+        self._step_began = None
+
+    def _step_age_s(self) -> float:
+        return 0.0 if self._step_began is None else time.monotonic() - self._step_began
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """Gauges after a plan."""
@@ -73,5 +91,6 @@ class EngineMetrics:
         """A request's whole answer has been sent."""
         usage = ticket.usage()
         self.requests.labels("answered").inc()
+        self.request_s.observe(ticket.timings().processing_s)
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.cached_tokens.inc(usage.cached_tokens)

@@ -46,6 +46,7 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes_max: int = 8 * 2**20
     body_timeout_s: int = 30  # for a body to arrive
     deadline_max_s: float = 86_400.0
+    debug: bool = False  # whether GET /debug exists
 
 
 class Door:
@@ -53,6 +54,7 @@ class Door:
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
+        self.connections: Callable[[], int] = int  # how many are open, where somebody counts them
 
     @property
     def state(self) -> Literal["starting", "ready", "draining"]:
@@ -103,6 +105,8 @@ def create_app(door: Door, settings: DoorSettings | None = None) -> QuartTrio:
         app.add_url_rule(f"{prefix}/v1/models/<path:name>", f"model{prefix}", routes.model)
     app.add_url_rule("/health", "health", routes.health)
     app.add_url_rule("/metrics", "metrics", routes.metrics)
+    if settings.debug:
+        app.add_url_rule("/debug", "debug", routes.debug)
     app.add_url_rule("/openapi.json", "openapi", routes.openapi)
     app.register_error_handler(HTTPException, _http_exception)
     return app
@@ -204,8 +208,23 @@ class _Routes:
     async def metrics(self) -> Response:
         """GET /metrics in Prometheus' text format."""
         engine = self._door.engine
+        self._metrics.ready.set(self._door.state == "ready")
+        self._metrics.connections.set(self._door.connections())
+        if engine is not None:
+            self._metrics.model.info({"model": engine.card.id, "device": engine.card.device})
         text = generate_latest(self._metrics.registry) + (generate_latest(engine.registry) if engine else b"")
         return Response(text, 200, content_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def debug(self) -> Response:
+        """GET /debug: what every actor and request is doing. For those with a key, where there are keys."""
+
+        async def handle(exchange: Exchange) -> Response:
+            engine = self._door.engine
+            if engine is None:
+                raise EngineUnavailable("the server is starting: there is nothing to look at yet", 5.0)
+            return _response(200, msgspec.json.format(msgspec.json.encode(engine.inspect()), indent=1))
+
+        return await self._guarded(handle)
 
     async def openapi(self) -> Response:
         """GET /openapi.json."""

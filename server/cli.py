@@ -112,6 +112,7 @@ def _listen_options(to: argparse.ArgumentParser) -> None:
     )
     add("--drain-delay", dest="drain_delay_s", type=seconds, default=0.0, metavar="S",
         help="keep the port open, refusing, for load balancers that poll /health")  # fmt: skip
+    add("--debug", action="store_true", help="GET /debug shows mailboxes, requests and sequences")
     add("--log-format", choices=["text", "json"], default="text", help="of the log on standard error")
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="info: a line per request")
 
@@ -201,7 +202,7 @@ def _serve(options: argparse.Namespace) -> int:
     keys = [*options.api_keys, *os.environ.get("OFFBOOK_API_KEYS", "").split(",")]
     door = DoorSettings(
         api_keys=tuple(key for key in keys if key), body_bytes_max=options.body_bytes_max,
-        body_timeout_s=options.body_timeout_s,
+        body_timeout_s=options.body_timeout_s, debug=options.debug,
     )  # fmt: skip
     fields = serve.ServeSettings.__struct_fields__
     settings = serve.ServeSettings(**{name: value for name, value in vars(options).items() if name in fields})

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import trio
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
 from quart_trio.asgi import TrioASGIHTTPConnection
 
 from ..actors.answer import Answer
@@ -24,7 +24,7 @@ SCOPE_KEY = "offbook.exchange"
 
 
 class DoorMetrics:
-    """HTTP's own counters; no label that a client chooses."""
+    """HTTP's own figures and the process's; no label that a client chooses."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -32,6 +32,10 @@ class DoorMetrics:
             "offbook_http_responses", "Responses by status; 499: the client left first", ("status",),
             registry=self.registry,
         )  # fmt: skip
+        self.connections = Gauge("offbook_http_connections", "Open connections", registry=self.registry)
+        self.ready = Gauge("offbook_ready", "1 when /health is 200: loaded and not draining", registry=self.registry)
+        self.model = Info("offbook_model", "What is served, and on what", registry=self.registry)
+        ProcessCollector(registry=self.registry)  # memory, CPU time and open files of the process
 
 
 class Exchange:

@@ -68,6 +68,7 @@ async def run(engine_config: EngineConfig, door_settings: DoorSettings, settings
     """Serve until told to stop; the exit code. Raises PortError, and whatever ``open_engine`` raises."""
     http = listen(settings)
     house = _House(http, settings)
+    house.door.connections = lambda: http.connections
     app = create_app(house.door, door_settings)
     async with trio.open_nursery() as root:
         house.everything = root.cancel_scope
