@@ -114,15 +114,16 @@ OFFBOOK_INLINE void with_reader(int32_t kind, F&& f) {
 struct Scales {
   const uint8_t* first;  // of group 0
   int64_t block_bytes;
-  int32_t bytes, minimum, groups_per_block;
+  int32_t bytes, minimum;
 
   Scales(const Matrix& m, const uint8_t* panel)
       : first(panel + (m.kind == kCodes4 ? 512 : 1024)), block_bytes(m.block_bytes), bytes(m.scale_bytes),
-        minimum(m.minimum), groups_per_block(m.group ? 32 / m.group : 1) {}
+        minimum(m.minimum) {}
 
+  template <int G>
   const uint8_t* row(int64_t group) const {
-    if (groups_per_block == 1) return first + group * block_bytes;
-    return first + group / groups_per_block * block_bytes + group % groups_per_block * 32 * bytes;
+    static_assert(G == 32 || G == 16);
+    return G == 32 ? first + group * block_bytes : first + (group >> 1) * block_bytes + (group & 1) * 32 * bytes;
   }
   OFFBOOK_INLINE F16x vector(const uint8_t* row, int s) const {
     return bytes == 2 ? load_f16(row + 32 * s) : load(reinterpret_cast<const float*>(row + 64 * s));
@@ -144,7 +145,7 @@ inline void dense_row(const Matrix& m, int64_t row, float* out) {
       const uint8_t* octet = panel + k / 32 * m.block_bytes + k % 32 / 8 * Reader::kOctetBytes;
       float d[16], low[16] = {};
       if (m.group) {
-        const uint8_t* scale_row = scales.row(k / m.group);
+        const uint8_t* scale_row = m.group == 32 ? scales.row<32>(k / 32) : scales.row<16>(k / 16);
         const F16x scale = scales.scale(scale_row, s);
         store(d, scale);
         if (m.minimum) store(low, scales.min(scale_row, scale, s));

@@ -95,8 +95,8 @@ template <int N> OFFBOOK_INLINE Pair pair_of_nibbles(I16x x) {
       0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
       0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
       0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-  const __m512i shifted = N == 0 ? x.a : _mm512_srli_epi16(x.a, 4 * N);  // only the lowest 5 bits of an index count
-  return {(__m512bh)_mm512_permutexvar_epi16(_mm512_and_si512(shifted, _mm512_set1_epi16(15)), _mm512_load_si512(kCodes))};
+  const __m512i shifted = N == 0 ? x.a : _mm512_srli_epi16(x.a, 4 * N);
+  return {(__m512bh)_mm512_permutexvar_epi16(shifted, _mm512_load_si512(kCodes))};  // an index's 5th bit changes nothing
 }
 #endif
 
