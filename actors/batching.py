@@ -116,10 +116,8 @@ class _Batcher:
         self._metrics.step_back()
         self._metrics.failed_steps.inc()
         sequences = [w.sequence for w in broken.step.plan.works]
-        for sequence in sequences:
-            for block in sequence.blocks:
-                if block.filled_by == broken.step.plan.step_id:
-                    self._scheduler.pool.forget(block)
+        for work in broken.step.plan.works:
+            self._scheduler.distrust(work, broken.step.plan.step_id)
         for ticket in {id(t): t for t in map(_ticket, sequences)}.values():
             self._fail_ticket(ticket, broken.reason)
 

@@ -122,6 +122,14 @@ class Scheduler:
         plan.sources.clear()
         return plan if plan.works else None
 
+    def distrust(self, work: Work, step_id: int) -> None:
+        """A step failed: forget the blocks that it was to fill, and let none of its tokens, nor a block that it was to
+        copy into, count as computed."""
+        for block in work.sequence.blocks:
+            if block.filled_by == step_id:
+                self.pool.forget(block)
+        work.sequence.computed = work.start - work.start % BLOCK_TOKENS
+
     # -- one sequence --------------------------------------------------------------------------------------------
 
     def _decode(self, plan: Plan, sequence: Sequence) -> None:
