@@ -10,6 +10,7 @@ import logging
 import time
 from contextlib import AsyncExitStack
 from typing import Any, cast
+from urllib.parse import quote
 
 import trio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
@@ -101,7 +102,7 @@ class ExchangeConnection(TrioASGIHTTPConnection):
     metrics: DoorMetrics | None = None
 
     async def handle_request(self, nursery: trio.Nursery, request: Any, send: Any) -> None:  # type: ignore[override]
-        exchange = Exchange(request.method, request.path)
+        exchange = Exchange(request.method, quote(request.path))  # quoted: it cannot pose as fields of the log line
         request.scope[SCOPE_KEY] = exchange
         try:
             async with exchange.resources:

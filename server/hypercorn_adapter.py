@@ -40,6 +40,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _WRITE_SLICE = 64 * 1024  # bytes that have to leave within one write timeout
+_FAIR_EVERY = 8  # writes between two turns of the event loop, at most
 _logger = logging.getLogger("offbook.http")
 
 
@@ -116,8 +117,10 @@ def shield_final(app: AsgiApp) -> AsgiApp:
             return
 
         async def send_whole(message: MutableMapping[str, Any]) -> None:
-            final = message["type"] == "http.response.body" and not message.get("more_body", False)
-            with trio.CancelScope(shield=final):  # bounded by the write timeout and the linger time
+            if message["type"] != "http.response.body" or message.get("more_body", False):
+                await send(message)
+                return
+            with trio.CancelScope(shield=True):  # bounded by the write timeout and the linger time
                 await send(message)
 
         await app(scope, receive, send_whole)
@@ -193,6 +196,7 @@ class Connection(TCPServer):
         self._reading = trio.CancelScope()
         self._reader_done = trio.Event()
         self._closing = False
+        self._writes = 0
         if self.config.connections >= self.config.connections_max:
             await self._turn_away()
             return
@@ -234,8 +238,13 @@ class Connection(TCPServer):
             await super().protocol_send(event)
 
     async def _write(self, data: bytes) -> None:
-        # Fair and cancellable, before any byte leaves: without it an endless response that nobody reads starves all.
-        await trio.lowlevel.checkpoint()
+        # Cancellable before any byte leaves, and fair: without a real checkpoint now and then an endless response that
+        # finds the kernel's buffer empty, or nobody there, starves everybody else.
+        self._writes += 1
+        if self._closing or self._writes % _FAIR_EVERY == 0:
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
         if self._closing or not data:
             return
         rest = memoryview(data)

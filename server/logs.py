@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
+
+# What breaks a line, steers a terminal or turns its writing direction; a client may have put it there.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class TextFormatter(logging.Formatter):
@@ -18,7 +22,7 @@ class TextFormatter(logging.Formatter):
         fields = {k: v for k, v in getattr(record, "fields", {}).items() if k not in ("method", "path", "status")}
         words = [time.strftime("%H:%M:%S", time.localtime(record.created)), record.levelname, record.getMessage()]
         text = " ".join([*words, *(f"{name}={value}" for name, value in fields.items())])
-        text = text.replace("\r", "\\r").replace("\n", "\\n")
+        text = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 

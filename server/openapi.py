@@ -36,6 +36,8 @@ _REQUEST_HEADERS = {
     "x-multi-turn-session-id": "The same; wins over `x-session-affinity`",
     "x-prompt-cache-isolation-key": "Prefix-cache namespace; the body's `prompt_cache_isolation_key` wins",
 }
+_TEXT = {"type": "string"}
+_SCHEMAS = {"x-request-timeout-s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400}}
 _RESPONSE_HEADERS = {
     "x-request-id": "The request's id",
     "fireworks-seed": "The seed that was used: send it to get the same answer again",
@@ -130,7 +132,7 @@ def _complete(operation: str) -> Json:
         "operationId": operation,
         "summary": "Create a completion",
         "parameters": [
-            {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string"}}
+            {"name": name, "in": "header", "required": False, "description": text, "schema": _SCHEMAS.get(name, _TEXT)}
             for name, text in _REQUEST_HEADERS.items()
         ],
         "requestBody": {"required": True, "content": _json("CompletionRequest")},
