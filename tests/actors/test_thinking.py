@@ -16,7 +16,7 @@ MARKERS = Markers((1, 2), (3,))
 BRIDGE_IDS = tuple(LETTERS.encode(BRIDGE))
 
 
-def plan(markers: Markers | None = MARKERS, **fields: object) -> ThinkingPlan | None:
+def plan(markers: Markers | None = MARKERS, /, **fields: object) -> ThinkingPlan | None:
     return plan_thinking(from_fields({"model": "m", "prompt": "x", **fields}), markers, LETTERS)
 
 

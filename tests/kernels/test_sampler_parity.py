@@ -297,7 +297,7 @@ def test_without_a_compiler_numpy_samples_with_one_warning(monkeypatch: pytest.M
 def test_log_probabilities_nobody_asked_for_cost_no_pass_and_change_no_draw() -> None:
     rng = np.random.default_rng(11)
     logits = rng.normal(size=(6, 4001)).astype(np.float32) * 3
-    settings: tuple[dict[str, float], ...] = (
+    settings: tuple[dict[str, Any], ...] = (
         {},
         {"temperature": 0.0},
         {"top_k": 20},

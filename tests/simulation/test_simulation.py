@@ -15,13 +15,6 @@ COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1500"))
 KEPT = (51,)  # 51: a failed step left its unfinished tail in the cache
 
 
-def run(seed: int, **how: int) -> object:
-    try:
-        return simulate(seed, **how)
-    except BaseException:
-        pytest.fail(f"seed {seed} {how}")
-
-
 def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
     endings: Counter[str] = Counter()
     faults: Counter[str] = Counter()
