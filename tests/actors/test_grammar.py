@@ -29,7 +29,7 @@ ROWS = len(TABLE) + 3  # a padded vocabulary
 
 
 class ByteTokens:
-    bos_id = None
+    bos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -92,7 +92,8 @@ async def _scenario(world: World, cancel_at_step: int | None) -> None:
     executor = SimExecutor(device, step_s=rng.choice((0.001, 0.02)))
     config = EngineConfig(
         running_max=rng.choice((1, 3, 16)), step_tokens_max=rng.choice((5, 16, 100)),
-        step_busy_ms=rng.choice((5.0, 80.0)), queue_max=rng.choice((1, 4, 100)), prefix_cache=rng.random() < 0.8, prompt_lookup=rng.random() < 0.2,
+        step_busy_ms=rng.choice((5.0, 80.0)), queue_max=rng.choice((1, 4, 100)),
+        prefix_cache=rng.random() < 0.8, prompt_lookup=rng.random() < 0.2,
         client_share_max=rng.choice((None, None, 2)), grammar_compile_s=math.inf,
         priority_ageing_s=rng.choice((0.1, 30.0)), default_max_tokens=30,
     )  # fmt: skip
