@@ -225,7 +225,8 @@ class Connection(TCPServer):
                 await self.protocol.handle(Closed())
                 await self.idle_task.stop()
         finally:
-            await self._close()
+            with trio.move_on_after(2 * self.config.linger_s, shield=True):
+                await self._close()
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, RawData):

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import re
+from typing import Any
 
 import pytest
 import trio
@@ -279,8 +280,8 @@ async def test_the_embedded_api_gives_the_same(seed: int) -> None:
 @pytest.mark.parametrize(
     "fields", [{"temperature": 3, "zzz": 1}, {"prompt": [64]}, {"model": "other"}, {"logprobs": 6}, {"images": ["x"]}]
 )
-async def test_the_embedded_api_refuses_the_same(fields: dict[str, object]) -> None:
-    request = {"model": MODEL, "prompt": "a", **fields}
+async def test_the_embedded_api_refuses_the_same(fields: dict[str, Any]) -> None:
+    request: dict[str, Any] = {"model": MODEL, "prompt": "a", **fields}
     async with door_on() as door:
         answer = await door.complete(**request)
         with pytest.raises(CompletionError) as caught:
