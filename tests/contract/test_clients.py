@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import openai
 import pytest
 from fireworks import BadRequestError, Fireworks
@@ -145,10 +145,11 @@ def test_the_sampler_falls_back_from_shared_storage(server: ServerProcess, model
     """It compares these messages word by word."""
     fields = {"model": model, "prompt": "R3", "max_tokens": 0, "n": 1, "echo": True, "logprobs": True}
     url = f"{server.url}/inference/v1/completions"
-    routing = httpx.post(url, json={**fields, "routing_matrix_format": "parquet_v1"})
+    routing: Any = httpx.post(url, json={**fields, "routing_matrix_format": "parquet_v1"})
     assert DeploymentSampler._unsupported_routing_format(routing)
     for extra in ({"sampling_mask": "parquet_v1"}, {"top_sampling_logprobs": 4, "top_sampling_format": "parquet_v1"}):
-        assert DeploymentSampler._unsupported_top_sampling_format(httpx.post(url, json={**fields, **extra}))
+        channel: Any = httpx.post(url, json={**fields, **extra})
+        assert DeploymentSampler._unsupported_top_sampling_format(channel)
 
 
 # -- one client, two transports; real English ------------------------------------------------------------------------
