@@ -71,7 +71,9 @@ def compiler() -> str:
     raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
 
 
-def load_library(name: str, sources: tuple[str, ...], *, level: str | None = None, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
+def load_library(
+    name: str, sources: tuple[str, ...], *, level: str | None = None, extra: tuple[str, ...] = ()
+) -> ctypes.CDLL:
     """The shared library made of ``sources`` (file names in csrc/), built now if the cache lacks it.
 
     Raises NoCompilerError. Calls through the result release the GIL.
@@ -79,7 +81,9 @@ def load_library(name: str, sources: tuple[str, ...], *, level: str | None = Non
     return ctypes.CDLL(str(build_library(name, sources, level=level, extra=extra)))
 
 
-def build_library(name: str, sources: tuple[str, ...], *, level: str | None = None, extra: tuple[str, ...] = ()) -> Path:
+def build_library(
+    name: str, sources: tuple[str, ...], *, level: str | None = None, extra: tuple[str, ...] = ()
+) -> Path:
     """As load_library, but only makes the file and returns its path."""
     cxx = compiler()
     flags = (*BASE_FLAGS, *LEVEL_FLAGS[level or cpu_level()], *extra)
