@@ -66,6 +66,7 @@ def listen(settings: ServeSettings) -> DoorConfig:
 
 async def run(engine_config: EngineConfig, door_settings: DoorSettings, settings: ServeSettings) -> int:
     """Serve until told to stop; the exit code. Raises PortError, and whatever ``open_engine`` raises."""
+    sys.setswitchinterval(0.0005)  # the device's thread waits this long for the GIL, not 5 ms, when the loop is busy
     http = listen(settings)
     house = _House(http, settings)
     house.door.connections = lambda: http.connections
