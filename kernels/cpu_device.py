@@ -111,6 +111,7 @@ class CpuDevice:
         if self._handle:
             self._library.offbook_device_destroy(self._handle)
             self._handle = ctypes.c_void_p()
+            self._sampler.close()
 
     def _checked(self, batch: StepBatch) -> dict[str, I32]:
         if not self._handle:

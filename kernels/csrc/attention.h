@@ -2,8 +2,8 @@
 //
 // The contract: a row and KV head walk the sequence's blocks of 16 positions in ascending order with an online softmax.
 // Scores: dimensions in pairs (odd fma, then even), pairs alternate between two sums that are added at the end.
-// Weights p = 2^(score - max) are rounded as activations are; positions in pairs (odd, then even) add p V to the output.
-// Nothing is read from positions after the row's own, so what a recycled block still holds can never leak.
+// Weights p = 2^(score - max) are rounded as activations are; positions in pairs (odd, then even) add p V to the
+// output. Nothing is read from positions after the row's own, so what a recycled block still holds can never leak.
 #pragma once
 #include "matmul.h"
 
@@ -16,8 +16,12 @@ struct KvBf16 {
   using Element = uint16_t;
   static OFFBOOK_INLINE F16x k_even(const Element* k, int pair) { return WordsBf16::at<0>(words(k + pair * 32), 0); }
   static OFFBOOK_INLINE F16x k_odd(const Element* k, int pair) { return WordsBf16::at<1>(words(k + pair * 32), 0); }
-  static OFFBOOK_INLINE F16x v_even(const Element* v, int dims, int pair, int d) { return WordsBf16::at<0>(words(v + (pair * dims + d) * 2), 0); }
-  static OFFBOOK_INLINE F16x v_odd(const Element* v, int dims, int pair, int d) { return WordsBf16::at<1>(words(v + (pair * dims + d) * 2), 0); }
+  static OFFBOOK_INLINE F16x v_even(const Element* v, int dims, int pair, int d) {
+    return WordsBf16::at<0>(words(v + (pair * dims + d) * 2), 0);
+  }
+  static OFFBOOK_INLINE F16x v_odd(const Element* v, int dims, int pair, int d) {
+    return WordsBf16::at<1>(words(v + (pair * dims + d) * 2), 0);
+  }
   static int k_index(int d, int position) { return d / 2 * 32 + position * 2 + d % 2; }
   static int v_index(int dims, int d, int position) { return (position / 2 * dims + d) * 2 + position % 2; }
 
@@ -30,8 +34,12 @@ struct KvF32 {
   using Element = float;
   static OFFBOOK_INLINE F16x k_even(const Element* k, int pair) { return load(k + pair * 32); }
   static OFFBOOK_INLINE F16x k_odd(const Element* k, int pair) { return load(k + pair * 32 + 16); }
-  static OFFBOOK_INLINE F16x v_even(const Element* v, int dims, int pair, int d) { return load(v + 2 * pair * dims + d); }
-  static OFFBOOK_INLINE F16x v_odd(const Element* v, int dims, int pair, int d) { return load(v + (2 * pair + 1) * dims + d); }
+  static OFFBOOK_INLINE F16x v_even(const Element* v, int dims, int pair, int d) {
+    return load(v + 2 * pair * dims + d);
+  }
+  static OFFBOOK_INLINE F16x v_odd(const Element* v, int dims, int pair, int d) {
+    return load(v + (2 * pair + 1) * dims + d);
+  }
   static int k_index(int d, int position) { return d * 16 + position; }
   static int v_index(int dims, int d, int position) { return position * dims + d; }
 };
@@ -50,7 +58,8 @@ struct Softmax {
 };
 
 template <class Mode, class Kv, int H>
-OFFBOOK_INLINE void block_scores(const typename Kv::Element* k, int dims, const typename Mode::Activation* q, F16x (&score)[H]) {
+OFFBOOK_INLINE void block_scores(const typename Kv::Element* k, int dims, const typename Mode::Activation* q,
+                                 F16x (&score)[H]) {
   F16x sum[2][H];
   for (int h = 0; h < H; h++) sum[0][h] = sum[1][h] = zero();
 #pragma GCC unroll 1
@@ -116,7 +125,8 @@ OFFBOOK_INLINE void block_values(const typename Kv::Element* v, int dims, int d0
       if (2 * pair + 1 < valid) {
         for (int c = 0; c < C; c++) {
           const F16x odd = Kv::v_odd(v, dims, pair, d0 + 16 * c);
-          unroll<H>([&](auto h) OFFBOOK_LAMBDA { out[h][c] = fma(odd, broadcast(&weights[h][2 * pair + 1]), out[h][c]); });
+          unroll<H>([&](auto h)
+                        OFFBOOK_LAMBDA { out[h][c] = fma(odd, broadcast(&weights[h][2 * pair + 1]), out[h][c]); });
         }
       } else {  // the odd position is not ours: what the pair product adds for it is +0
         for (int h = 0; h < H; h++)
@@ -134,8 +144,9 @@ OFFBOOK_INLINE void block_values(const typename Kv::Element* v, int dims, int d0
 
 // H query heads of one row against one block; valid: how many of its positions the row may see (1..16).
 template <class Mode, class Kv, bool kRound, int H>
-__attribute__((noinline)) void attend_block(const typename Kv::Element* k, const typename Kv::Element* v, int dims, int valid,
-                                            float scale, const typename Mode::Activation* q, const Softmax* states) {
+__attribute__((noinline)) void attend_block(const typename Kv::Element* k, const typename Kv::Element* v, int dims,
+                                            int valid, float scale, const typename Mode::Activation* q,
+                                            const Softmax* states) {
   F16x score[H];
   block_scores<Mode, Kv, H>(k, dims, q, score);
   alignas(64) typename Mode::Activation weights[H][16];
@@ -149,8 +160,8 @@ __attribute__((noinline)) void attend_block(const typename Kv::Element* k, const
 
 // All query heads of one KV head, kHeadsAtOnce at a time; q: their rows of `dims`, one after another.
 template <class Mode, class Kv, bool kRound>
-void attend_heads(const typename Kv::Element* k, const typename Kv::Element* v, int dims, int valid, float scale, int heads,
-                  const typename Mode::Activation* q, const Softmax* states) {
+void attend_heads(const typename Kv::Element* k, const typename Kv::Element* v, int dims, int valid, float scale,
+                  int heads, const typename Mode::Activation* q, const Softmax* states) {
   for (int h = 0; h < heads; h += kHeadsAtOnce) {
     const auto* rows = q + static_cast<int64_t>(h) * dims;
     auto run = [&](auto n) { attend_block<Mode, Kv, kRound, n>(k, v, dims, valid, scale, rows, states + h); };

@@ -1,7 +1,7 @@
 // Products of activation rows with packed weights: out = W x, in one order of arithmetic for any number of rows.
 //
-// The contract, for every back end and tile shape. With scales: a group's sum starts at 0 and takes its inputs in pairs,
-// sum = fma(w_odd, x_odd, sum), sum = fma(w_even, x_even, sum); then acc = fma(sum, scale, acc), and with mins
+// The contract, for every back end and tile shape. With scales: a group's sum starts at 0 and takes its inputs in
+// pairs, sum = fma(w_odd, x_odd, sum), sum = fma(w_even, x_even, sum); then acc = fma(sum, scale, acc), and with mins
 // acc = fma(min, sum of the group's x, acc); groups ascend, acc starts at 0. Without scales acc takes the pairs itself.
 // So tiles may be cut in any way along rows and outputs, and along inputs at group borders.
 #pragma once
@@ -62,7 +62,8 @@ struct FloatMode {
   template <class Reader>
   static OFFBOOK_INLINE void widen_octet(const uint8_t* codes, uint8_t* to) {
     unroll<8>([&](auto k) OFFBOOK_LAMBDA {
-      for (int s = 0; s < 2; s++) store(reinterpret_cast<float*>(to + k * 128 + s * 64), Reader::template at<k>(codes, s));
+      for (int s = 0; s < 2; s++)
+        store(reinterpret_cast<float*>(to + k * 128 + s * 64), Reader::template at<k>(codes, s));
     });
   }
 };
@@ -120,7 +121,8 @@ __attribute__((noinline)) void tile_groups(const Scales& scales, int group0, int
     for (auto& row : sum)
       for (auto& v : row) v = zero();
     const uint8_t* at = codes + g * G / 32 * block_bytes + g * G % 32 / 8 * Reader::kOctetBytes;
-    if (!std::is_same_v<Reader, typename Mode::Wide> && s == 0) prefetch_bytes(at + kAhead, static_cast<int>(block_bytes * G / 32));
+    if (!std::is_same_v<Reader, typename Mode::Wide> && s == 0)
+      prefetch_bytes(at + kAhead, static_cast<int>(block_bytes * G / 32));
     const auto* x = in.x + static_cast<int64_t>(group0 + g) * G;
 #pragma GCC unroll 1
     for (int k = 0; k < G; k += 8, at += Reader::kOctetBytes)
@@ -157,7 +159,8 @@ __attribute__((noinline)) void tile_plain(int block0, int blocks, const uint8_t*
     for (int c = 0; c < C; c++) store(acc + r * 32 + (s + c) * 16, sum[r][c]);
 }
 
-// One row, any grouped codes: two groups at once so that eight chains hide the latency; factors of the raw codes go to x.
+// One row, any grouped codes: two groups at once so that eight chains hide the latency; factors of the raw codes go to
+// x.
 template <class Reader, int G, int N>
 OFFBOOK_INLINE void one_row_groups(const Scales& scales, int group, const uint8_t* codes, int64_t distance,
                                    const float* x, const float* sums, F16x (&acc)[2]) {
@@ -169,8 +172,7 @@ OFFBOOK_INLINE void one_row_groups(const Scales& scales, int group, const uint8_
       constexpr int input = i ^ 1;
       unroll<N>([&](auto n) OFFBOOK_LAMBDA {
         const F16x v = mul(broadcast(x + n * G + k + input), set1(Reader::template factor<input>()));
-        for (int s = 0; s < 2; s++)
-          sum[n][s] = fma(Reader::template raw<input>(codes + n * distance, s), v, sum[n][s]);
+        for (int s = 0; s < 2; s++) sum[n][s] = fma(Reader::template raw<input>(codes + n * distance, s), v, sum[n][s]);
       });
     });
   }
@@ -195,7 +197,8 @@ __attribute__((noinline)) void one_row(const Matrix& m, const uint8_t* panel, Ro
     prefetch_bytes(codes + kAhead, static_cast<int>(2 * block * G / 32));
     one_row_groups<Reader, G, 2>(scales, g, codes, distance, in.x + g * G, in.sums, acc);
   }
-  if (g < groups) one_row_groups<Reader, G, 1>(scales, g, panel + g * G / 32 * block, distance, in.x + g * G, in.sums, acc);
+  if (g < groups)
+    one_row_groups<Reader, G, 1>(scales, g, panel + g * G / 32 * block, distance, in.x + g * G, in.sums, acc);
   store(out, acc[0]);
   store(out + 16, acc[1]);
 }
@@ -226,7 +229,8 @@ void tile_rows(const Scales& scales, int block0, int blocks, const uint8_t* code
 }
 
 template <class Mode, class Reader, int G>
-void panel_rows(const Matrix& m, const uint8_t* panel, Rows<typename Mode::Activation> in, int rows, PanelScratch& scratch) {
+void panel_rows(const Matrix& m, const uint8_t* panel, Rows<typename Mode::Activation> in, int rows,
+                PanelScratch& scratch) {
   if constexpr (G != 0 && std::is_same_v<Mode, FloatMode>) {
     if (rows == 1) return one_row<Reader, G>(m, panel, in, scratch.acc);
   }

@@ -102,11 +102,16 @@ struct WordsF32 {
 template <class F>
 OFFBOOK_INLINE void with_reader(int32_t kind, F&& f) {
   switch (kind) {
-    case kCodes4: return f(Codes4{});
-    case kCodes8: return f(Codes8{});
-    case kBf16: return f(WordsBf16{});
-    case kF16: return f(WordsF16{});
-    default: return f(WordsF32{});
+    case kCodes4:
+      return f(Codes4{});
+    case kCodes8:
+      return f(Codes8{});
+    case kBf16:
+      return f(WordsBf16{});
+    case kF16:
+      return f(WordsF16{});
+    default:
+      return f(WordsF32{});
   }
 }
 
@@ -117,7 +122,9 @@ struct Scales {
   int32_t bytes, minimum;
 
   Scales(const Matrix& m, const uint8_t* panel)
-      : first(panel + (m.kind == kCodes4 ? 512 : 1024)), block_bytes(m.block_bytes), bytes(m.scale_bytes),
+      : first(panel + (m.kind == kCodes4 ? 512 : 1024)),
+        block_bytes(m.block_bytes),
+        bytes(m.scale_bytes),
         minimum(m.minimum) {}
 
   template <int G>

@@ -1,260 +1,17 @@
-// One step of the model in one call: any mix of decode rows and prefill chunks, on the device's own threads.
+// The C interface of step.h: devices, steps, logits, and a parallel loop on a device's threads.
 //
-// Rules of this file: a row's bits come from its own token, position and KV alone. In every layer the KV of all rows is
-// written (one phase) before any row attends (the next). Which thread does what never shows in a result.
+// Rules of this file: no exception leaves it; one thread calls a device at a time.
 #include "step.h"
 
 #include <exception>
-#include <initializer_list>
 #include <memory>
-#include <vector>
 
-#include "pool.h"
-#include "step_layers.h"
-#include "step_memory.h"
+#include "step_run.h"
 
 namespace offbook {
 namespace {
 
 thread_local Pool* current_pool = nullptr;  // of the device this thread called last: what offbook_parallel_for uses
-
-class Step {
- public:
-  virtual ~Step() = default;
-  virtual void forward(const Batch& batch) = 0;
-  virtual void head(int begin, int end, float* logits) = 0;
-};
-
-template <class Config>
-class StepOf final : public Step {
-  using Mode = typename Config::Mode;
-  using Activation = typename Mode::Activation;
-  using Element = typename Config::Kv::Element;
-  using Inputs = Rows<Activation>;
-  static constexpr int kOwnRows = 2;  // up to here every thread norms the rows for itself: cheaper than a phase
-  static constexpr int kLayerPhases = 10;  // at most: five steps of preparation, each with the phase that needs it
-
-  struct alignas(64) Thread {
-    PanelScratch panel;
-    Buffer<float> attention, sums;
-    Buffer<Activation> rows;
-  };
-
- public:
-  StepOf(const Model& model, Pool& pool) : model_(model), pool_(pool), threads_(pool.threads()), phases_(kLayerPhases * model.n_layers + 4) {
-    widest_ = std::max({model.hidden_padded, model.ffn_padded, 32 * model.layers[0].o.blocks});
-    for (auto& t : threads_) {
-      t.attention.reserve(Attention<Config>::scratch_floats(model));
-      t.sums.reserve(kOwnRows * (widest_ / 32));
-      t.rows.reserve(kOwnRows * widest_);
-    }
-  }
-
-  void forward(const Batch& batch) override {
-    reserve(batch.rows, batch.logit_rows);
-    cut_tiles(batch);
-    start([&](Crew& crew) {
-      copy_blocks(crew, batch);
-      crew.run(batch.rows, spread(crew, batch.rows), [&](int r) { dense_row(model_.embedding, batch.tokens[r], x_row(r)); });
-      for (int l = 0; l < model_.n_layers; l++) layer(crew, batch, l);
-      crew.run(batch.logit_rows, spread(crew, batch.logit_rows), [&](int i) {
-        Activation* to = final_.get() + static_cast<int64_t>(i) * model_.hidden_padded;
-        rms_norm<Config>(x_row(batch.logit_row[i]), model_.output_norm, model_.hidden, model_.hidden_padded, model_.norm_epsilon, to);
-        group_sums(to, model_.hidden_padded, final_sums_.get() + static_cast<int64_t>(i) * (model_.hidden_padded / 32));
-      });
-    });
-  }
-
-  void head(int begin, int end, float* logits) override {
-    const int64_t width = model_.hidden_padded, vocabulary = model_.vocabulary;
-    const Inputs in = Inputs{final_.get(), width, final_sums_.get(), width / 32}.from(begin);
-    start([&](Crew& crew) {
-      product(crew, {&model_.head}, end - begin, [] {}, [&] { return in; }, [&](int row, int rows, int panel, const float* acc) {
-        const int64_t column = int64_t{32} * panel, n = std::min<int64_t>(32, vocabulary - column);
-        for (int r = 0; r < rows; r++)
-          if (n > 0) std::memcpy(logits + (row + r) * vocabulary + column, acc + r * 32, n * sizeof(float));
-      });
-    });
-  }
-
- private:
-  template <class Job>
-  void start(Job&& job) {
-    for (auto& phase : phases_) {
-      phase.next.store(0, std::memory_order_relaxed);
-      phase.done.store(0, std::memory_order_relaxed);
-    }
-    pool_.run([&](int thread) {
-      const FlushDenormals guard;
-      Crew crew(phases_.data(), pool_.threads(), thread);
-      job(crew);
-    });
-  }
-
-  float* x_row(int64_t row) const { return x_.get() + row * model_.hidden_padded; }
-  static int spread(const Crew& crew, int items) { return std::max(1, items / (crew.threads() * 4)); }
-
-  void reserve(int64_t rows, int64_t logit_rows) {
-    const auto& layer = model_.layers[0];
-    qkv_width_ = 32 * (layer.q.panels + layer.k.panels + layer.v.panels);
-    heads_width_ = 32 * layer.o.blocks;
-    x_.reserve(rows * model_.hidden_padded);
-    normed_.reserve(rows * model_.hidden_padded);
-    qkv_.reserve(rows * qkv_width_);
-    q_.reserve(rows * heads_width_);
-    attended_.reserve(rows * heads_width_);
-    gated_.reserve(rows * model_.ffn_padded);
-    sums_.reserve(rows * (widest_ / 32));
-    final_.reserve(logit_rows * model_.hidden_padded);
-    final_sums_.reserve(logit_rows * (model_.hidden_padded / 32));
-  }
-
-  // Neighbouring rows of one sequence share a walk over its KV.
-  void cut_tiles(const Batch& batch) {
-    tiles_.clear();
-    for (int r = 0; r < batch.rows; r++) {
-      if (!tiles_.empty() && tiles_.back().count < kTileQueries && batch.row_sequence[r] == batch.row_sequence[r - 1])
-        tiles_.back().count++;
-      else
-        tiles_.push_back({r, 1});
-    }
-  }
-
-  void copy_blocks(Crew& crew, const Batch& batch) {
-    const int64_t bytes = int64_t{2} * kBlockTokens * model_.head_dim * model_.kv_heads * static_cast<int64_t>(sizeof(Element));
-    crew.run(batch.copies ? model_.n_layers : 0, 1, [&](int l) {
-      uint8_t* kv = reinterpret_cast<uint8_t*>(layer_kv(l));
-      for (int c = 0; c < batch.copies; c++)
-        std::memcpy(kv + batch.copy_pairs[2 * c + 1] * bytes, kv + batch.copy_pairs[2 * c] * bytes, bytes);
-    });
-  }
-
-  Element* layer_kv(int64_t l) const {
-    return reinterpret_cast<Element*>(model_.kv) + l * model_.kv_blocks * model_.kv_heads * 2 * kBlockTokens * model_.head_dim;
-  }
-
-  // Every panel of the matrices, for all rows in chunks: done(first row, rows, panel counted over all matrices, acc).
-  template <class Setup, class Source, class Done>
-  void product(Crew& crew, std::initializer_list<const Matrix*> matrices, int rows, Setup&& setup, Source&& source, Done&& done) {
-    int panels = 0;
-    for (const Matrix* m : matrices) panels += m->panels;
-    const int chunks = (rows + kChunkRows - 1) / kChunkRows;
-    const int together = rows > kTileRows ? 1 : std::max(1, panels / (crew.threads() * 5));
-    crew.run(panels * chunks, together, setup, [&](int i) {
-      const int chunk = i / panels, begin = static_cast<int>(int64_t{rows} * chunk / chunks);
-      const int n = static_cast<int>(int64_t{rows} * (chunk + 1) / chunks) - begin, panel = i % panels;
-      int local = panel;
-      const Matrix* const* m = matrices.begin();
-      while (local >= (*m)->panels) local -= (*m++)->panels;
-      PanelScratch& scratch = threads_[crew.thread()].panel;
-      multiply_panel<Mode>(**m, local, source().from(begin), n, scratch);
-      done(begin, n, panel, scratch.acc);
-    });
-  }
-
-  // A product of the normed residual.
-  template <class Done>
-  void normed_product(Crew& crew, std::initializer_list<const Matrix*> matrices, int rows, const float* norm, Done&& done) {
-    const int n = model_.hidden_padded;
-    Thread& own = threads_[crew.thread()];
-    const bool alone = rows <= kOwnRows;
-    Activation* to = alone ? own.rows.get() : normed_.get();
-    float* sums = alone ? own.sums.get() : sums_.get();
-    auto one = [=, this](int r) {
-      rms_norm<Config>(x_row(r), norm, model_.hidden, n, model_.norm_epsilon, to + static_cast<int64_t>(r) * n);
-      group_sums(to + static_cast<int64_t>(r) * n, n, sums + static_cast<int64_t>(r) * (n / 32));
-    };
-    if (!alone) crew.run(rows, spread(crew, rows), one);
-    auto setup = [=] {
-      for (int r = 0; alone && r < rows; r++) one(r);
-    };
-    product(crew, matrices, rows, setup, [=] { return Inputs{to, n, sums, n / 32}; }, done);
-  }
-
-  // A product of rows that lie in `x`, added to the residual.
-  void residual_product(Crew& crew, const Matrix& matrix, int rows, const Activation* x) {
-    const int n = 32 * matrix.blocks;
-    const bool alone = rows <= kOwnRows, wanted = matrix.minimum != kNone;
-    float* sums = alone ? threads_[crew.thread()].sums.get() : sums_.get();
-    auto one = [=](int r) { group_sums(x + static_cast<int64_t>(r) * n, n, sums + static_cast<int64_t>(r) * (n / 32)); };
-    if (wanted && !alone) crew.run(rows, spread(crew, rows), one);
-    auto setup = [=] {
-      for (int r = 0; wanted && alone && r < rows; r++) one(r);
-    };
-    product(crew, {&matrix}, rows, setup, [=] { return Inputs{x, n, sums, n / 32}; }, [&](int row, int count, int panel, const float* acc) {
-      for (int r = 0; r < count; r++) {
-        float* to = x_row(row + r) + 32 * panel;
-        for (int s = 0; s < 32; s += 16) store(to + s, add(load(to + s), load(acc + r * 32 + s)));
-      }
-    });
-  }
-
-  void layer(Crew& crew, const Batch& batch, int l) {
-    const Layer& layer = model_.layers[l];
-    normed_product(crew, {&layer.q, &layer.k, &layer.v}, batch.rows, layer.attention_norm, [&](int row, int rows, int panel, const float* acc) {
-      const float* bias = bias_of(layer, panel);
-      for (int r = 0; r < rows; r++) {
-        float* to = qkv_.get() + static_cast<int64_t>(row + r) * qkv_width_ + 32 * panel;
-        for (int s = 0; s < 32; s += 16) store(to + s, bias ? add(load(acc + r * 32 + s), load(bias + s)) : load(acc + r * 32 + s));
-      }
-    });
-    attention(crew, batch, layer, layer_kv(l));
-    residual_product(crew, layer.o, batch.rows, attended_.get());
-    normed_product(crew, {&layer.gate_up}, batch.rows, layer.ffn_norm, [&](int row, int rows, int panel, const float* acc) {
-      for (int r = 0; r < rows; r++) {
-        const F16x gated = mul(silu(load(acc + r * 32)), load(acc + r * 32 + 16));
-        store_activation(gated_.get() + static_cast<int64_t>(row + r) * model_.ffn_padded + 16 * panel, activation<Config::kRound>(gated));
-      }
-    });
-    residual_product(crew, layer.down, batch.rows, gated_.get());
-  }
-
-  static const float* bias_of(const Layer& layer, int panel) {
-    if (panel < layer.q.panels) return layer.q_bias ? layer.q_bias + 32 * panel : nullptr;
-    panel -= layer.q.panels;
-    if (panel < layer.k.panels) return layer.k_bias ? layer.k_bias + 32 * panel : nullptr;
-    return layer.v_bias ? layer.v_bias + 32 * (panel - layer.k.panels) : nullptr;
-  }
-
-  void attention(Crew& crew, const Batch& batch, const Layer& layer, Element* kv) {
-    auto prepare = [&](int row, int kv_head) {
-      float* q = qkv_.get() + static_cast<int64_t>(row) * qkv_width_;
-      float* k = q + 32 * layer.q.panels;
-      const int position = batch.positions[row];
-      const int64_t block = table_of(batch, row)[position / kBlockTokens];
-      prepare_head<Config>(model_, layer, q, k, k + 32 * layer.k.panels, kv_head, position, q_.get() + static_cast<int64_t>(row) * heads_width_,
-                           kv + (block * model_.kv_heads + kv_head) * 2 * kBlockTokens * model_.head_dim);
-    };
-    const bool single = batch.rows == 1;  // then a KV head's writer is its only reader
-    if (!single)
-      crew.run(batch.rows, spread(crew, batch.rows), [&](int row) {
-        for (int h = 0; h < model_.kv_heads; h++) prepare(row, h);
-      });
-    const int items = static_cast<int>(tiles_.size()) * model_.kv_heads;
-    crew.run(items, std::max(1, items / (crew.threads() * 16)), [&](int i) {
-      const int kv_head = i % model_.kv_heads;
-      const QueryTile tile = tiles_[i / model_.kv_heads];
-      if (single) prepare(0, kv_head);
-      const int64_t at = static_cast<int64_t>(tile.first) * heads_width_;
-      Attention<Config>(model_, kv, threads_[crew.thread()].attention.get())
-          .run(kv_head, tile.count, batch.positions + tile.first, table_of(batch, tile.first), q_.get() + at, attended_.get() + at,
-               heads_width_, heads_width_);
-    });
-  }
-
-  static const int32_t* table_of(const Batch& batch, int row) {
-    return batch.block_tables + static_cast<int64_t>(batch.row_sequence[row]) * batch.table_width;
-  }
-
-  const Model& model_;
-  Pool& pool_;
-  std::vector<Thread> threads_;
-  std::vector<Phase> phases_;
-  std::vector<QueryTile> tiles_;
-  int64_t widest_ = 0, qkv_width_ = 0, heads_width_ = 0;
-  Buffer<float> x_, qkv_, sums_, final_sums_;
-  Buffer<Activation> normed_, q_, attended_, gated_, final_;
-};
 
 struct Device {
   Model model;
@@ -303,12 +60,14 @@ OFFBOOK_API void offbook_head(void* device, int32_t begin, int32_t end, float* l
   static_cast<Device*>(device)->step->head(begin, end, logits);
 }
 
-// body over 0..n-1 in pieces, on the threads of the device that the calling thread used last (alone when there is none).
+// body over 0..n-1 in pieces, on the threads of the device that the calling thread used last (alone when there is
+// none).
 OFFBOOK_API void offbook_parallel_for(int n, void (*body)(void* context, int begin, int end), void* context) {
   if (!current_pool || n < 2) return body(context, 0, n);
   std::atomic<int> next{0};
   const int piece = std::max(1, n / (4 * current_pool->threads()));
   current_pool->run([&](int) {
-    for (int begin; (begin = next.fetch_add(piece, std::memory_order_relaxed)) < n;) body(context, begin, std::min(n, begin + piece));
+    for (int begin; (begin = next.fetch_add(piece, std::memory_order_relaxed)) < n;)
+      body(context, begin, std::min(n, begin + piece));
   });
 }

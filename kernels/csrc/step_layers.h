@@ -39,7 +39,8 @@ inline float inverse_rms(const float* x, int n, int n_padded, float epsilon) {
 }
 
 template <class Config>
-void rms_norm(const float* x, const float* weight, int n, int n_padded, float epsilon, typename Config::Mode::Activation* out) {
+void rms_norm(const float* x, const float* weight, int n, int n_padded, float epsilon,
+              typename Config::Mode::Activation* out) {
   const F16x scale = set1(inverse_rms(x, n, n_padded, epsilon));
   for (int i = 0; i < n_padded; i += 16)
     store_activation(out + i, activation<Config::kRound>(mul(mul(load(x + i), scale), load(weight + i))));
@@ -62,8 +63,8 @@ inline void turn_head(float* x, const float* norm, const float* cosine, const fl
 
 // Query, key and value of one KV head of one row: qkv -> q, and the position's place in the KV block.
 template <class Config>
-void prepare_head(const Model& model, const Layer& layer, float* q_row, float* k_row, float* v_row, int kv_head, int position,
-                  typename Config::Mode::Activation* q_out, typename Config::Kv::Element* block) {
+void prepare_head(const Model& model, const Layer& layer, float* q_row, float* k_row, float* v_row, int kv_head,
+                  int position, typename Config::Mode::Activation* q_out, typename Config::Kv::Element* block) {
   using Kv = typename Config::Kv;
   const int dims = model.head_dim, repeats = model.heads / model.kv_heads, in_block = position % kBlockTokens;
   const float* cosine = model.rope_cos + static_cast<int64_t>(position) * (dims / 2);
@@ -121,7 +122,8 @@ class Attention {
     }
     for (int b = 0; b <= last / kBlockTokens; b++) {
       const Element* block = block_of(table[b], kv_head);
-      if (b + 2 <= last / kBlockTokens) prefetch_bytes_l2(block_of(table[b + 2], kv_head), 32 * dims * static_cast<int>(sizeof(Element)));
+      if (b + 2 <= last / kBlockTokens)
+        prefetch_bytes_l2(block_of(table[b + 2], kv_head), 32 * dims * static_cast<int>(sizeof(Element)));
       const bool widen = count > 1 && sizeof(Element) == 2 && std::is_same_v<typename Config::Mode, FloatMode>;
       if constexpr (std::is_same_v<typename Config::Kv, KvBf16>)
         if (widen) widen_kv(block, dims, scratch_);
@@ -132,8 +134,8 @@ class Attention {
         if (widen)
           attend_wide(valid, scale, rows, states[r]);
         else
-          attend_heads<typename Config::Mode, typename Config::Kv, Config::kRound>(block, block + kBlockTokens * dims, dims, valid,
-                                                                                   scale, repeats, rows, states[r]);
+          attend_heads<typename Config::Mode, typename Config::Kv, Config::kRound>(
+              block, block + kBlockTokens * dims, dims, valid, scale, repeats, rows, states[r]);
       }
     }
     for (int r = 0; r < count; r++)
@@ -146,8 +148,9 @@ class Attention {
   }
   void attend_wide(int valid, float scale, const Activation* q, const Softmax* states) {
     if constexpr (std::is_same_v<typename Config::Mode, FloatMode>)
-      attend_heads<FloatMode, KvF32, Config::kRound>(scratch_, scratch_ + kBlockTokens * model_.head_dim, model_.head_dim, valid, scale,
-                                                     model_.heads / model_.kv_heads, q, states);
+      attend_heads<FloatMode, KvF32, Config::kRound>(scratch_, scratch_ + kBlockTokens * model_.head_dim,
+                                                     model_.head_dim, valid, scale, model_.heads / model_.kv_heads, q,
+                                                     states);
   }
   void finish(Softmax state, Activation* out) const {
     const F16x whole = set1(1.0f / reduce_add(load(state.sum())));

@@ -26,11 +26,16 @@ void pack_words(const uint8_t* const (&rows)[32], uint8_t* to) {
 
 void pack_block(int32_t kind, const uint8_t* const (&rows)[32], uint8_t* to) {
   switch (kind) {
-    case kCodes4: return pack_codes4(rows, to);
-    case kCodes8: return pack_words<1, 4>(rows, to);
-    case kBf16: return pack_words<2, 2>(rows, to);
-    case kF16: return pack_words<2, 1>(rows, to);
-    default: return pack_words<4, 1>(rows, to);
+    case kCodes4:
+      return pack_codes4(rows, to);
+    case kCodes8:
+      return pack_words<1, 4>(rows, to);
+    case kBf16:
+      return pack_words<2, 2>(rows, to);
+    case kF16:
+      return pack_words<2, 1>(rows, to);
+    default:
+      return pack_words<4, 1>(rows, to);
   }
 }
 
@@ -45,14 +50,15 @@ void pack_scales(const uint8_t* scales, int64_t row_bytes, int groups, int bytes
 
 // Panels begin..end-1 of m (m.data is written). values: [32 panels][inputs] codes (one byte each) or numbers, C order;
 // scales, mins: [32 panels][inputs / group], or null.
-extern "C" __attribute__((visibility("default"))) void offbook_pack(const offbook::Matrix* matrix, int32_t begin, int32_t end,
-                                                                    const uint8_t* values, const uint8_t* scales,
-                                                                    const uint8_t* mins) {
+extern "C" __attribute__((visibility("default"))) void offbook_pack(const offbook::Matrix* matrix, int32_t begin,
+                                                                    int32_t end, const uint8_t* values,
+                                                                    const uint8_t* scales, const uint8_t* mins) {
   using namespace offbook;
   const Matrix& m = *matrix;
   const int value_bytes = m.kind == kF32 ? 4 : m.kind == kBf16 || m.kind == kF16 ? 2 : 1;
   const int groups = m.group ? 32 / m.group : 0;
-  const int64_t row_bytes = int64_t{32} * m.blocks * value_bytes, scale_row = int64_t{m.blocks} * groups * m.scale_bytes;
+  const int64_t row_bytes = int64_t{32} * m.blocks * value_bytes,
+                scale_row = int64_t{m.blocks} * groups * m.scale_bytes;
   for (int64_t panel = begin; panel < end; panel++) {
     uint8_t* to = const_cast<uint8_t*>(m.data) + panel * m.blocks * m.block_bytes;
     for (int64_t b = 0; b < m.blocks; b++, to += m.block_bytes) {
@@ -63,7 +69,8 @@ extern "C" __attribute__((visibility("default"))) void offbook_pack(const offboo
       uint8_t* after = to + (m.kind == kCodes4 ? 512 : 1024);
       const int64_t from = panel * 32 * scale_row + b * groups * m.scale_bytes;
       pack_scales(scales + from, scale_row, groups, m.scale_bytes, after);
-      if (m.minimum == kStored) pack_scales(mins + from, scale_row, groups, m.scale_bytes, after + groups * 32 * m.scale_bytes);
+      if (m.minimum == kStored)
+        pack_scales(mins + from, scale_row, groups, m.scale_bytes, after + groups * 32 * m.scale_bytes);
     }
   }
 }

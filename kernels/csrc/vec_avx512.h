@@ -12,12 +12,16 @@ constexpr const char* kVectorName = "AVX-512";
 #define OFFBOOK_PAIR_DOT 0
 #endif
 
-constexpr int kVectors = 32;  // how many F16x the registers hold
-constexpr int kTileRows = 6;  // rows of a product whose sums live in registers at once
+constexpr int kVectors = 32;     // how many F16x the registers hold
+constexpr int kTileRows = 6;     // rows of a product whose sums live in registers at once
 constexpr int kHeadsAtOnce = 3;  // query heads whose scores do
 
-struct F16x { __m512 a; };
-struct I16x { __m512i a; };
+struct F16x {
+  __m512 a;
+};
+struct I16x {
+  __m512i a;
+};
 using Mask = __mmask16;
 
 OFFBOOK_INLINE F16x zero() { return {_mm512_setzero_ps()}; }
@@ -41,9 +45,18 @@ OFFBOOK_INLINE I16x set1i(int32_t x) { return {_mm512_set1_epi32(x)}; }
 OFFBOOK_INLINE I16x add(I16x x, I16x y) { return {_mm512_add_epi32(x.a, y.a)}; }
 OFFBOOK_INLINE I16x bit_and(I16x x, I16x y) { return {_mm512_and_si512(x.a, y.a)}; }
 OFFBOOK_INLINE I16x bit_or(I16x x, I16x y) { return {_mm512_or_si512(x.a, y.a)}; }
-template <int N> OFFBOOK_INLINE I16x shift_left(I16x x) { return {_mm512_slli_epi32(x.a, N)}; }
-template <int N> OFFBOOK_INLINE I16x shift_right(I16x x) { return {_mm512_srli_epi32(x.a, N)}; }
-template <int N> OFFBOOK_INLINE I16x shift_signed(I16x x) { return {_mm512_srai_epi32(x.a, N)}; }
+template <int N>
+OFFBOOK_INLINE I16x shift_left(I16x x) {
+  return {_mm512_slli_epi32(x.a, N)};
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_right(I16x x) {
+  return {_mm512_srli_epi32(x.a, N)};
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_signed(I16x x) {
+  return {_mm512_srai_epi32(x.a, N)};
+}
 OFFBOOK_INLINE F16x to_float(I16x x) { return {_mm512_cvtepi32_ps(x.a)}; }
 OFFBOOK_INLINE F16x from_bits(I16x x) { return {_mm512_castsi512_ps(x.a)}; }
 OFFBOOK_INLINE I16x bits(F16x x) { return {_mm512_castps_si512(x.a)}; }
@@ -54,9 +67,12 @@ OFFBOOK_INLINE F16x select(Mask m, F16x x, F16x y) { return {_mm512_mask_blend_p
 OFFBOOK_INLINE Mask first_lanes(int n) { return static_cast<Mask>((1u << n) - 1); }
 OFFBOOK_INLINE F16x absolute(F16x x) { return from_bits(bit_and(bits(x), set1i(0x7fffffff))); }
 
-OFFBOOK_INLINE F16x load_f16(const void* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)))}; }
+OFFBOOK_INLINE F16x load_f16(const void* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
+}
 OFFBOOK_INLINE F16x load_bf16(const uint16_t* p) {
-  return from_bits(shift_left<16>(I16x{_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}));
+  return from_bits(
+      shift_left<16>(I16x{_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}));
 }
 // the upper 16 bits of each lane
 OFFBOOK_INLINE void store_high_halves(uint16_t* p, F16x x) {
@@ -79,7 +95,9 @@ OFFBOOK_INLINE float reduce_max(F16x x) {
 
 #if OFFBOOK_PAIR_DOT
 // Sixteen outputs x two inputs in bf16: lane i holds (even, odd) of output i.
-struct Pair { __m512bh a; };
+struct Pair {
+  __m512bh a;
+};
 OFFBOOK_INLINE Pair pair_bits(I16x x) { return {(__m512bh)x.a}; }
 OFFBOOK_INLINE Pair load_pair(const void* p) { return pair_bits(loadi(p)); }
 OFFBOOK_INLINE Pair broadcast_pair(const uint16_t* p) {
@@ -90,13 +108,15 @@ OFFBOOK_INLINE Pair broadcast_pair(const uint16_t* p) {
 // acc = fma(odd, odd, acc); acc = fma(even, even, acc)
 OFFBOOK_INLINE F16x dot_pair(F16x acc, Pair x, Pair y) { return {_mm512_dpbf16_ps(acc.a, x.a, y.a)}; }
 // Nibble n of each 16-bit lane through a table of the bf16 values 0..15.
-template <int N> OFFBOOK_INLINE Pair pair_of_nibbles(I16x x) {
-  alignas(64) static constexpr uint16_t kCodes[32] = {
-      0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-      0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-      0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+template <int N>
+OFFBOOK_INLINE Pair pair_of_nibbles(I16x x) {
+  alignas(64) static constexpr uint16_t kCodes[32] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                                      0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+                                                      0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                                      0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
   const __m512i shifted = N == 0 ? x.a : _mm512_srli_epi16(x.a, 4 * N);
-  return {(__m512bh)_mm512_permutexvar_epi16(shifted, _mm512_load_si512(kCodes))};  // an index's 5th bit changes nothing
+  return {
+      (__m512bh)_mm512_permutexvar_epi16(shifted, _mm512_load_si512(kCodes))};  // an index's 5th bit changes nothing
 }
 #endif
 

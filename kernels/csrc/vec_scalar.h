@@ -7,56 +7,120 @@ namespace offbook {
 constexpr const char* kVectorName = "scalar";
 #define OFFBOOK_PAIR_DOT 0
 
-constexpr int kVectors = 8;  // how many F16x the registers hold
-constexpr int kTileRows = 1;  // rows of a product whose sums live in registers at once
+constexpr int kVectors = 8;      // how many F16x the registers hold
+constexpr int kTileRows = 1;     // rows of a product whose sums live in registers at once
 constexpr int kHeadsAtOnce = 1;  // query heads whose scores do
 
-struct F16x { float a[16]; };
-struct I16x { uint32_t a[16]; };
-struct Mask { bool a[16]; };
+struct F16x {
+  float a[16];
+};
+struct I16x {
+  uint32_t a[16];
+};
+struct Mask {
+  bool a[16];
+};
 
-template <class To, class F> To lanes(F&& f) {
+template <class To, class F>
+To lanes(F&& f) {
   To out;
 #pragma GCC unroll 1
   for (int i = 0; i < 16; i++) out.a[i] = f(i);
   return out;
 }
-OFFBOOK_INLINE uint32_t word_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
-OFFBOOK_INLINE float float_of(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+OFFBOOK_INLINE uint32_t word_of(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+OFFBOOK_INLINE float float_of(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
 
-OFFBOOK_INLINE F16x set1(float x) { return lanes<F16x>([&](int) { return x; }); }
+OFFBOOK_INLINE F16x set1(float x) {
+  return lanes<F16x>([&](int) { return x; });
+}
 OFFBOOK_INLINE F16x zero() { return set1(0.0f); }
 OFFBOOK_INLINE F16x broadcast(const float* p) { return set1(*p); }
-OFFBOOK_INLINE F16x load(const float* p) { return lanes<F16x>([&](int i) { return p[i]; }); }
+OFFBOOK_INLINE F16x load(const float* p) {
+  return lanes<F16x>([&](int i) { return p[i]; });
+}
 OFFBOOK_INLINE void store(float* p, F16x x) { std::memcpy(p, x.a, 64); }
-OFFBOOK_INLINE F16x add(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] + y.a[i]; }); }
-OFFBOOK_INLINE F16x sub(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] - y.a[i]; }); }
-OFFBOOK_INLINE F16x mul(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] * y.a[i]; }); }
-OFFBOOK_INLINE F16x div(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] / y.a[i]; }); }
+OFFBOOK_INLINE F16x add(F16x x, F16x y) {
+  return lanes<F16x>([&](int i) { return x.a[i] + y.a[i]; });
+}
+OFFBOOK_INLINE F16x sub(F16x x, F16x y) {
+  return lanes<F16x>([&](int i) { return x.a[i] - y.a[i]; });
+}
+OFFBOOK_INLINE F16x mul(F16x x, F16x y) {
+  return lanes<F16x>([&](int i) { return x.a[i] * y.a[i]; });
+}
+OFFBOOK_INLINE F16x div(F16x x, F16x y) {
+  return lanes<F16x>([&](int i) { return x.a[i] / y.a[i]; });
+}
 // x * y + z, rounded once
-inline F16x fma(F16x x, F16x y, F16x z) { return lanes<F16x>([&](int i) { return std::fma(x.a[i], y.a[i], z.a[i]); }); }
+inline F16x fma(F16x x, F16x y, F16x z) {
+  return lanes<F16x>([&](int i) { return std::fma(x.a[i], y.a[i], z.a[i]); });
+}
 // x > y ? x : y, so NaN in y stays
-OFFBOOK_INLINE F16x maximum(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] > y.a[i] ? x.a[i] : y.a[i]; }); }
+OFFBOOK_INLINE F16x maximum(F16x x, F16x y) {
+  return lanes<F16x>([&](int i) { return x.a[i] > y.a[i] ? x.a[i] : y.a[i]; });
+}
 // x < y ? x : y, so NaN in y stays
-OFFBOOK_INLINE F16x minimum(F16x x, F16x y) { return lanes<F16x>([&](int i) { return x.a[i] < y.a[i] ? x.a[i] : y.a[i]; }); }
+OFFBOOK_INLINE F16x minimum(F16x x, F16x y) {
+  return lanes<F16x>([&](int i) { return x.a[i] < y.a[i] ? x.a[i] : y.a[i]; });
+}
 
-OFFBOOK_INLINE I16x loadi(const void* p) { I16x out; std::memcpy(out.a, p, 64); return out; }
-OFFBOOK_INLINE I16x set1i(int32_t x) { return lanes<I16x>([&](int) { return static_cast<uint32_t>(x); }); }
-OFFBOOK_INLINE I16x add(I16x x, I16x y) { return lanes<I16x>([&](int i) { return x.a[i] + y.a[i]; }); }
-OFFBOOK_INLINE I16x bit_and(I16x x, I16x y) { return lanes<I16x>([&](int i) { return x.a[i] & y.a[i]; }); }
-template <int N> OFFBOOK_INLINE I16x shift_left(I16x x) { return lanes<I16x>([&](int i) { return x.a[i] << N; }); }
-template <int N> OFFBOOK_INLINE I16x shift_right(I16x x) { return lanes<I16x>([&](int i) { return x.a[i] >> N; }); }
-template <int N> OFFBOOK_INLINE I16x shift_signed(I16x x) {
+OFFBOOK_INLINE I16x loadi(const void* p) {
+  I16x out;
+  std::memcpy(out.a, p, 64);
+  return out;
+}
+OFFBOOK_INLINE I16x set1i(int32_t x) {
+  return lanes<I16x>([&](int) { return static_cast<uint32_t>(x); });
+}
+OFFBOOK_INLINE I16x add(I16x x, I16x y) {
+  return lanes<I16x>([&](int i) { return x.a[i] + y.a[i]; });
+}
+OFFBOOK_INLINE I16x bit_and(I16x x, I16x y) {
+  return lanes<I16x>([&](int i) { return x.a[i] & y.a[i]; });
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_left(I16x x) {
+  return lanes<I16x>([&](int i) { return x.a[i] << N; });
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_right(I16x x) {
+  return lanes<I16x>([&](int i) { return x.a[i] >> N; });
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_signed(I16x x) {
   return lanes<I16x>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(x.a[i]) >> N); });
 }
-OFFBOOK_INLINE F16x to_float(I16x x) { return lanes<F16x>([&](int i) { return static_cast<float>(static_cast<int32_t>(x.a[i])); }); }
-OFFBOOK_INLINE F16x from_bits(I16x x) { return lanes<F16x>([&](int i) { return float_of(x.a[i]); }); }
-OFFBOOK_INLINE I16x bits(F16x x) { return lanes<I16x>([&](int i) { return word_of(x.a[i]); }); }
+OFFBOOK_INLINE F16x to_float(I16x x) {
+  return lanes<F16x>([&](int i) { return static_cast<float>(static_cast<int32_t>(x.a[i])); });
+}
+OFFBOOK_INLINE F16x from_bits(I16x x) {
+  return lanes<F16x>([&](int i) { return float_of(x.a[i]); });
+}
+OFFBOOK_INLINE I16x bits(F16x x) {
+  return lanes<I16x>([&](int i) { return word_of(x.a[i]); });
+}
 
-OFFBOOK_INLINE Mask less(F16x x, F16x y) { return lanes<Mask>([&](int i) { return x.a[i] < y.a[i]; }); }
-OFFBOOK_INLINE Mask unordered(F16x x) { return lanes<Mask>([&](int i) { return x.a[i] != x.a[i]; }); }
-OFFBOOK_INLINE F16x select(Mask m, F16x x, F16x y) { return lanes<F16x>([&](int i) { return m.a[i] ? x.a[i] : y.a[i]; }); }
-OFFBOOK_INLINE Mask first_lanes(int n) { return lanes<Mask>([&](int i) { return i < n; }); }
+OFFBOOK_INLINE Mask less(F16x x, F16x y) {
+  return lanes<Mask>([&](int i) { return x.a[i] < y.a[i]; });
+}
+OFFBOOK_INLINE Mask unordered(F16x x) {
+  return lanes<Mask>([&](int i) { return x.a[i] != x.a[i]; });
+}
+OFFBOOK_INLINE F16x select(Mask m, F16x x, F16x y) {
+  return lanes<F16x>([&](int i) { return m.a[i] ? x.a[i] : y.a[i]; });
+}
+OFFBOOK_INLINE Mask first_lanes(int n) {
+  return lanes<Mask>([&](int i) { return i < n; });
+}
 OFFBOOK_INLINE F16x absolute(F16x x) { return from_bits(bit_and(bits(x), set1i(0x7fffffff))); }
 
 OFFBOOK_INLINE float half_to_float(uint16_t h) {
