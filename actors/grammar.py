@@ -1,7 +1,7 @@
 """Constrained decoding: a response format compiled once, then one matcher a choice that says which tokens may come.
 
 Why a layer over ``llguidance``: everything that a user can write is bounded before the library sees it, what cannot be
-enforced is refused, and the rest of the engine knows five verbs only. Rules of this file: no clocks and no threads;
+enforced is refused, and the rest of the engine knows five verbs only. Rules of this file: no clocks;
 compiling is safe in a worker thread, a constraint may be shared, a matcher belongs to one thread at a time. Masks let
 a token through only if some valid answer goes on with it; the end token passes only where the answer is complete.
 
@@ -19,6 +19,7 @@ from ..kernels.step import U32
 from .grammar_gbnf import GbnfError
 from .grammar_lark import gbnf_to_lark
 from .grammar_schema import Loc, SchemaError, from_text, normalise
+from .grammar_stack import with_deep_stack
 from .request import ResponseFormat
 
 if TYPE_CHECKING:
@@ -233,7 +234,10 @@ def _compile(grammar: str, vocabulary: Vocabulary, source: str, warnings: list[s
     import numpy as np
     from llguidance import LLMatcher
 
-    start = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=vocabulary.limits)
+    try:
+        start = with_deep_stack(lambda: LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=vocabulary.limits))
+    except MemoryError as error:
+        raise ConstraintError(f"{error}; try again later", loc) from None
     row = np.zeros(vocabulary.words, np.uint32)
     if not start.is_error():
         start.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)  # also warms what all its copies begin with

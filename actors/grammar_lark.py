@@ -13,7 +13,7 @@ from .grammar_gbnf import Chars, Choice, GbnfError, Literal, Node, Repeat, Rule,
 from .grammar_lexemes import Lexeme, Split, split
 from .grammar_tree import callees_first, check, reachable, walk
 
-RULES_MAX = 512  # the library recurses along chains of rules, and a chain of 1500 ends the process
+RULES_MAX = 512  # the library recurses along chains of rules (``grammar_stack.py``)
 NODES_MAX = 20_000  # symbols of a grammar of rules; the library's own limit is 65 000, and takes seconds to reach
 LEXEME_CHARS_MAX = 200_000  # characters of a single lexeme with every rule and repetition written out
 LEXEME_LENGTH_MAX = 2000  # of these, one after the other: a mask's time grows with them

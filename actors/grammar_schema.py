@@ -16,7 +16,7 @@ from typing import Any
 Loc = tuple[str | int, ...]
 
 DEPTH_MAX = 48  # nested subschemas; the library's JSON reader stops at 128 levels of brackets
-REFS_MAX = 512  # the library follows chains of references recursively
+REFS_MAX = 256  # distinct targets; the library follows chains of references recursively
 LENGTH_MAX = 100_000  # minLength, maxLength
 ITEMS_MAX = 10_000  # minItems, maxItems, minProperties, maxProperties, and {n,m} in a pattern
 
@@ -63,7 +63,7 @@ class _Walker:
     def __init__(self, lenient: bool) -> None:
         self.lenient = lenient
         self.warnings: list[str] = []
-        self.refs = 0
+        self.refs: set[str] = set()
         self.composed_refs: set[str] = set()
 
     def schema(self, schema: object, loc: Loc, depth: int, *, closes: bool) -> object:
@@ -100,11 +100,14 @@ class _Walker:
         return out
 
     def _reference(self, schema: dict[str, Any], loc: Loc, closes: bool) -> None:
-        self.refs += 1
-        if self.refs > REFS_MAX:
-            raise SchemaError(f"the schema has more than {REFS_MAX} references", loc)
-        if isinstance(schema["$ref"], str) and (not closes or "properties" in schema):
-            self.composed_refs.add(schema["$ref"])
+        target = schema["$ref"]
+        if not isinstance(target, str):
+            raise SchemaError("$ref must be a string", (*loc, "$ref"))
+        self.refs.add(target)
+        if len(self.refs) > REFS_MAX:
+            raise SchemaError(f"the schema refers to more than {REFS_MAX} definitions", loc)
+        if not closes or "properties" in schema:
+            self.composed_refs.add(target)
 
     def _unknown(self, key: str, value: object, at: Loc) -> None:
         if key == "uniqueItems" and value is False:

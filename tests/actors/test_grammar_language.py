@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -227,26 +228,44 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_are_bounded(name: str) -> None:
-    """Refused, or compiled and masked within a few seconds and half a gigabyte; never the end of the process."""
+    """Refused, or compiled and masked within a few seconds and half a gigabyte; never the end of the
+    process, even where threads have small stacks."""
     script = textwrap.dedent(f"""
-        import resource, sys, time
+        import resource, sys, threading, time
         sys.path[:0] = {sys.path!r}
         import numpy as np
         from byte_tokens import byte_vocabulary, grammar
         from offbook.actors.grammar import ConstraintError
         vocabulary = byte_vocabulary()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        try:
-            matcher = grammar(vocabulary, {HOSTILE[name]!r}).matcher()
-            row = np.zeros(vocabulary.words, np.uint32)
-            for _ in range(20):
-                matcher.fill(row)
-                if not matcher.consume(ord("a")):
-                    break
-        except ConstraintError as error:
-            assert error.message
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024, "memory"
-        assert time.process_time() < 8, "time"
+        def main():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            try:
+                matcher = grammar(vocabulary, {HOSTILE[name]!r}).matcher()
+                row = np.zeros(vocabulary.words, np.uint32)
+                for _ in range(20):
+                    matcher.fill(row)
+                    if not matcher.consume(ord("a")):
+                        break
+            except ConstraintError as error:
+                assert error.message
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024, "memory"
+            assert time.process_time() < 8, "time"
+            done.append(True)
+        done = []
+        threading.stack_size(512 * 1024)
+        thread = threading.Thread(target=main)
+        thread.start()
+        thread.join()
+        assert done
     """)
     done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_room_for_the_compiler_is_an_error_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ConstraintError, match="no room"):
+        grammar(VOCABULARY, 'root ::= "a"')
