@@ -69,6 +69,8 @@ class PrefixCache:
                 length -= 1  # the score of the first position not found comes from the row before it
                 if source is None:
                     source = blocks.pop()
+                    if source.filled_by == step_id:  # not there to be copied before this step has run
+                        return Match([], None, 0, pending=True)
                 elif length % BLOCK_TOKENS == 0:
                     source = None
         return Match(blocks, source, length, pending=False)

@@ -219,3 +219,16 @@ def test_random_crowds_equal_lone_runs(seed: int) -> None:
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
 def test_blocks_for(tokens: int, blocks: int) -> None:
     assert blocks_for(tokens) == blocks
+
+
+def test_a_block_of_this_very_step_is_not_copied_from() -> None:
+    """Scoring the first token after a block that another sequence fills in the same step: the row before it is needed,
+    so the block would have to be copied, and it is still empty."""
+    driver = Driver(chunk=64)
+    prompt = list(range(1, 33))
+    first, second = make(prompt, 4), make(prompt, 4, score_from=16)
+    driver.scheduler.add(first)
+    driver.scheduler.add(second)
+    driver.run()
+    assert_lone(driver, first)
+    assert_lone(driver, second)
