@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import settings
 
 from offbook.kernels.default_model import fetch_default_model
 
@@ -25,6 +27,11 @@ TINY_MERGES = (
     "i s", "Ġ i", "Ġi s", "Ġ o", "Ġo f", "a n", "an d", "Ġ and", "e s", "in g", "Ġ c", "Ġ b", "Ġ f", "o u", "Ġ m",
     "s k", "sk y", "Ġ sky", "l o", "Ġ l", "l l", "e d", "Ġ p", "a r", "Ġ h", "Ġ d",
 )  # fmt: skip
+
+# The same examples every time, so that a red run means a change; OFFBOOK_FUZZ=1 looks for new ones.
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("fuzz", deadline=None, print_blob=True)
+settings.load_profile("fuzz" if os.environ.get("OFFBOOK_FUZZ") else "steady")
 
 
 @pytest.fixture(scope="session")
