@@ -58,6 +58,7 @@ class _Desk:
         self._running: Counter[str | None] = Counter()  # requests of each client that batching has
         self._release_s: float | None = None  # smoothed seconds between two requests' ends, while busy
         self._last_release = -math.inf
+        metrics.waiting.set_function(self._waiting)
 
     def judge(self, ticket: Ticket) -> None:
         """Accept or refuse, at once."""
@@ -73,8 +74,8 @@ class _Desk:
         self._reply(ticket, Accepted())
 
     def enqueue(self, ticket: Ticket) -> None:
-        self._tokenizing.pop(id(ticket), None)
-        self._queue[id(ticket)] = ticket
+        if self._tokenizing.pop(id(ticket), None) is not None:  # else it left, and a sweep found it first
+            self._queue[id(ticket)] = ticket
 
     def release(self, ticket: Ticket, choices: int, last: bool) -> None:
         self._running_choices -= choices
@@ -85,7 +86,7 @@ class _Desk:
             self._leave(ticket)
             now = trio.current_time()
             gap = now - self._last_release
-            if math.isfinite(gap) and self._queue:  # only a busy engine tells how fast places come free
+            if math.isfinite(gap):
                 self._release_s = gap if self._release_s is None else 0.8 * self._release_s + 0.2 * gap
             self._last_release = now
 
@@ -93,17 +94,22 @@ class _Desk:
         """Admit while batching has places: up to its bound, and always one request when it has none."""
         while self._queue:
             ticket = min(self._queue.values(), key=self._rank)
+            if ticket.abandoned:
+                del self._queue[id(ticket)]
+                self._abandon(ticket)
+                continue
             n = len(ticket.sequences)
             if self._running_choices and self._running_choices + n > self._config.choices_running_max:
                 break
             del self._queue[id(ticket)]
-            if ticket.abandoned:
-                self._abandon(ticket)
-                continue
             self._running_choices += n
             self._running[ticket.client] += 1
             self._batching.send_nowait(Admitted(ticket))
-        self._metrics.waiting.set(len(self._queue) + len(self._tokenizing))
+        if not self._queue:
+            self._last_release = -math.inf  # only places that somebody waits for tell how fast they come free
+
+    def _waiting(self) -> int:
+        return sum(not t.abandoned for lane in (self._queue, self._tokenizing) for t in lane.values())
 
     # -- verdicts ------------------------------------------------------------------------------------------------
 
@@ -118,9 +124,8 @@ class _Desk:
                 )  # fmt: skip
         waiting = len(self._queue) + len(self._tokenizing)
         tokens = sum(t.estimate for lane in (self._queue, self._tokenizing) for t in lane.values())
-        places = max(config.choices_running_max - self._running_choices, 0)  # these will not wait
-        full = waiting >= config.queue_max + places or (waiting and tokens + ticket.estimate > config.queue_tokens_max)
-        if not full or (ticket.priority and self._make_room()):
+        tokens += ticket.estimate
+        if not self._full(waiting, tokens) or (ticket.priority and self._make_room(waiting, tokens)):
             return None
         self._metrics.refused.labels("queue_full").inc()
         return EngineOverloaded(
@@ -128,17 +133,27 @@ class _Desk:
             self._retry_after_s(waiting),
         )
 
-    def _make_room(self) -> bool:
-        """Send the worst waiting request of the default tier away, for one with priority."""
-        lower = [t for t in self._queue.values() if not self._urgent(t)]
-        if not lower:
-            return False
-        worst = max(lower, key=self._rank)
-        del self._queue[id(worst)]
-        self._metrics.refused.labels("evicted").inc()
-        self._refuse(worst, EngineOverloaded("a request with priority took this one's place in the full queue",
-                                             self._retry_after_s(len(self._queue))))  # fmt: skip
-        self._leave(worst)
+    def _full(self, waiting: int, tokens: int) -> bool:
+        """Whether one more is too many where so many wait; ``tokens``: of all, that one included."""
+        places = max(self._config.choices_running_max - self._running_choices, 0)  # these will not wait
+        too_long = waiting > 0 and tokens > self._config.queue_tokens_max
+        return too_long or waiting >= self._config.queue_max + places
+
+    def _make_room(self, waiting: int, tokens: int) -> bool:
+        """Send the worst waiting requests of the default tier away, if that makes room for one with priority."""
+        lower = sorted((t for t in self._queue.values() if not self._urgent(t)), key=self._rank)
+        evicted: list[Ticket] = []
+        while self._full(waiting - len(evicted), tokens):
+            if not lower:
+                return False
+            evicted.append(lower.pop())
+            tokens -= evicted[-1].estimate
+        for worst in evicted:
+            del self._queue[id(worst)]
+            self._metrics.refused.labels("evicted").inc()
+            self._refuse(worst, EngineOverloaded("a request with priority took this one's place in the full queue",
+                                                 self._retry_after_s(len(self._queue))))  # fmt: skip
+            self._leave(worst)
         return True
 
     def _urgent(self, ticket: Ticket) -> bool:
