@@ -88,10 +88,15 @@ class ThreadExecutor:
         """Free the device and end the threads, after the call that is running; a call that hangs is left behind."""
         device, self._device = self._device, None
         closing = self._worker.submit(device.close if device is not None else lambda: None)
-        self._masks.close()
-        self._worker.close()
+        del device  # its last reference goes in its own thread
+        workers = (self._masks, self._worker)
+        for worker in workers:
+            worker.close()
         with trio.CancelScope(shield=True, deadline=trio.current_time() + timeout_s):
             await _finished(closing)
+            # A thread that still frees tensors when the interpreter goes away would abort the process.
+            for worker in workers:
+                await trio.to_thread.run_sync(worker.join, timeout_s)
 
 
 class _Worker:
@@ -99,7 +104,8 @@ class _Worker:
 
     def __init__(self, name: str) -> None:
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -108,6 +114,10 @@ class _Worker:
 
     def close(self) -> None:
         self._inbox.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Blocks until the thread has ended, if it does so in time."""
+        self._thread.join(timeout_s)
 
     def _serve(self) -> None:
         while (job := self._inbox.get()) is not None:

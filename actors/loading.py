@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from ..kernels.default_model import fetch_default_model
-from ..kernels.devices import open_device
+from ..kernels.devices import DeviceError, open_device
 from ..kernels.model_files import ModelFiles, open_model
 from ..kernels.step import BLOCK_TOKENS, Device
 from .config import EngineConfig
@@ -43,7 +43,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 async def load_model(config: EngineConfig, progress: Progress | None) -> AsyncIterator[Loaded]:
     began = time.perf_counter()
     report = progress or (lambda what, done, total: None)
-    path = Path(config.model) if config.model else await trio.to_thread.run_sync(fetch_default_model, report)
+    path = Path(config.model) if config.model else await _default_model(report)
     files = await trio.to_thread.run_sync(open_model, path)
     executor = ThreadExecutor(lambda: _open_device(config, files, report))
     try:
@@ -54,12 +54,27 @@ async def load_model(config: EngineConfig, progress: Progress | None) -> AsyncIt
         await executor.aclose()
 
 
+async def _default_model(report: Progress) -> Path:
+    """The default model's file. A cancellation ends the download at its next sign of life."""
+
+    def alive(what: str, done: int, total: int) -> None:
+        trio.from_thread.check_cancelled()
+        report(what, done, total)
+
+    return await trio.to_thread.run_sync(fetch_default_model, alive)
+
+
 def _open_device(config: EngineConfig, files: ModelFiles, report: Progress) -> Device:
     threads = config.threads or len(os.sched_getaffinity(0))
-    return open_device(
-        files, kind=config.device, dtype=config.dtype, kv_bytes=config.kv_bytes, threads=threads,
-        slots=config.running_max, progress=lambda done, total: report("loading weights", done, total),
-    )  # fmt: skip
+    try:
+        return open_device(
+            files, kind=config.device, dtype=config.dtype, kv_bytes=config.kv_bytes, threads=threads,
+            slots=config.running_max, progress=lambda done, total: report("loading weights", done, total),
+        )  # fmt: skip
+    except OSError as error:  # the cache directory cannot be made, filled or run from
+        reason = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
+        hint = "compiled kernels are kept in $OFFBOOK_CACHE_DIR, by default ~/.cache/offbook"
+        raise DeviceError(f"the device cannot be made ready: {reason}; {hint}") from error
 
 
 def _loaded(
