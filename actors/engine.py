@@ -287,10 +287,11 @@ class Engine:
         answer.usage = ticket.usage()
 
     def _send(self, message: AdmissionMail) -> None:
-        """Into admission's mailbox, which is as long as all that can be under way at once."""
+        """Into admission's mailbox: applications fill it so far and no further, so that who is inside finds room."""
+        used = self._to_admission.statistics().current_buffer_used
+        if isinstance(message, Apply) and used >= self.config.applies_max:
+            raise EngineUnavailable("too many requests at the same instant: send this again", 1.0)
         try:
             self._to_admission.send_nowait(message)
-        except trio.WouldBlock:
-            raise EngineUnavailable("too many requests at the same instant: send this again", 1.0) from None
         except trio.BrokenResourceError:
             raise EngineUnavailable("the engine has ended", 5.0) from None
