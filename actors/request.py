@@ -166,7 +166,8 @@ def from_fields(fields: Mapping[str, object]) -> CompletionRequest:
 
 def _all_failures(fields: Mapping[str, object]) -> list[Failure]:
     """The slow path, field by field; the prompt has rules of its own because its type alone decides too little."""
-    given = {name: value for name, value in fields.items() if value is not None}
+    known = CompletionRequest.__struct_fields__
+    given = {name: value for name, value in fields.items() if value is not None or name not in known}
     mask = storage_mask(given)
     schema = struct_failures(CompletionRequest, given, skip=frozenset({"prompt", *(["sampling_mask"] if mask else [])}))
     prompt = prompt_failures(given["prompt"]) if "prompt" in given else [missing("prompt")]

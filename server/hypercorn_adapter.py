@@ -168,6 +168,7 @@ class Protocol(H11Protocol):
 _REASONS = {
     400: "The request is not valid HTTP/1.1 for this server",
     431: "The request's headers are too large",
+    501: "Of the transfer encodings only chunked is understood",
     503: "Too many connections: try again in a second",
     505: "Only HTTP/1.1 is served here",
 }
