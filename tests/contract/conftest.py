@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from live import Live
 from server_process import ServerProcess, server_process
+
+
+@contextmanager
+def ended_well(*arguments: str) -> Iterator[ServerProcess]:
+    """A server that, after all its tests, has nothing bad to say and ends as it should."""
+    with server_process(*arguments) as server:
+        yield server
+        server.send(signal.SIGTERM)
+        assert server.exit_code() == 0
+        said = "".join(server.errors)
+        assert "Traceback" not in said and " ERROR " not in said, said[-2000:]
 
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_model_dir: Path) -> Iterator[ServerProcess]:
-    with server_process("--model", str(tiny_model_dir), "--kv-memory", "64M", "--threads", "1") as server:
+    with ended_well("--model", str(tiny_model_dir), "--kv-memory", "64M", "--threads", "1") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def default_server(default_model_path: Path) -> Iterator[ServerProcess]:
-    with server_process("--kv-memory", "256M") as server:
+    with ended_well("--kv-memory", "256M") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_server: ServerProcess) -> Iterator[Live]:
+    with Live(tiny_server.url, vocabulary=300, eos=(2, "<|im_end|>")) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def smollm2(default_server: ServerProcess) -> Iterator[Live]:
+    with Live(default_server.url, vocabulary=49152, eos=(2, "<|im_end|>")) as live:
+        yield live
+
+
+@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.model)])
+def live(request: pytest.FixtureRequest) -> Live:
+    """Both models, one after the other."""
+    found: Live = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="session")
+def whole(tiny_model_dir: Path) -> Iterator[Live]:
+    """The tiny model, telling the log-probability of every token: filters can be checked against formulas."""
+    wide = ("--logprobs-max", "300", "--threads", "1")
+    with ended_well("--model", str(tiny_model_dir), "--kv-memory", "64M", *wide) as server:
+        with Live(server.url, vocabulary=300, eos=(2, "<|im_end|>")) as live:
+            yield live
