@@ -27,7 +27,7 @@ class Constraints:
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[bytes, Constraint] = OrderedDict()
         self._compiling = trio.CapacityLimiter(config.grammar_compilers)
-        self._encode = msgspec.json.Encoder(order="deterministic").encode
+        self._encode = msgspec.json.Encoder().encode  # property order is part of a schema
 
     async def get(self, fmt: ResponseFormat | None) -> Constraint | None:
         """The constraint for a response format, None where it constrains nothing. Raises InvalidRequest (400)."""

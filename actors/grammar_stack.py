@@ -26,7 +26,7 @@ def with_deep_stack(call: Callable[[], _T]) -> _T:
     def run() -> None:
         try:
             done.set_result(call())
-        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+        except BaseException as error:  # noqa: BLE001, ASYNC103
             done.set_exception(error)
 
     thread = threading.Thread(target=run, name="grammar compiler", daemon=True)

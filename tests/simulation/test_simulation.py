@@ -21,7 +21,7 @@ def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
     for seed in [*KEPT, *range(COUNT)]:
         try:
             world = simulate(seed)
-        except BaseException as error:
+        except (Exception, BaseExceptionGroup) as error:
             raise AssertionError(f"seed {seed}") from error
         endings += world.endings
         faults += world.faults
@@ -41,7 +41,7 @@ def test_cancelled_at_every_step_nothing_is_left(seed: int) -> None:
     while step < 4000:
         try:
             world = simulate(seed, cancel_at_step=step)
-        except BaseException as error:
+        except (Exception, BaseExceptionGroup) as error:
             raise AssertionError(f"seed {seed}, cancelled at step {step}") from error
         if any(line.split(" ", 1)[1].startswith("end") for line in world.trace[-1:]):
             break  # it ended before the cancellation came
