@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ async def test_a_closed_executor_leaves_no_thread_behind() -> None:
 
     class SlowToFree(SimDevice):
         def __del__(self) -> None:
-            time.sleep(0.05)
+            threading.Event().wait(0.05)
 
     def device() -> Device:
         made: Device = SlowToFree()

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ class Fuzzed:
         until = time.monotonic() + 10
         while not {"offbook_kv_blocks_used 0.0", "offbook_requests_waiting 0.0"} <= set(self._metrics()):
             assert time.monotonic() < until, "something is still held"
-            time.sleep(0.02)
+            threading.Event().wait(0.02)
 
     def _metrics(self) -> list[str]:
         return self.client.get("/metrics").text.splitlines()

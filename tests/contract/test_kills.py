@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def wait_for(said: Path) -> None:
     until = time.monotonic() + 30
     while not said.exists():
         assert time.monotonic() < until
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
 
 
 def test_killed_in_the_middle_of_a_build_it_starts_again_cleanly(
