@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any, cast
@@ -39,6 +40,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# What the layers above take apart without a check of their own: anything else would end there as a 500.
+_TARGET = re.compile(rb"/.*|https?://[^/?#\[\]]+(/.*)?|\*", re.DOTALL)
+_HOST = re.compile(rb"([\w-]{1,63}(\.[\w-]{1,63})*\.?|\[[0-9a-f:.]{2,45}\])?(:\d{1,5})?", re.IGNORECASE)
 _WRITE_SLICE = 64 * 1024  # bytes that have to leave within one write timeout
 _FAIR_EVERY = 8  # writes between two turns of the event loop, at most
 _logger = logging.getLogger("offbook.http")
@@ -154,6 +158,9 @@ class Protocol(H11Protocol):
             raise _Refused(505)
         if b"content-length" in names and b"transfer-encoding" in names:
             raise _Refused(400)  # two ideas of where the body ends: a smuggling vector behind proxies
+        hosts = [value for name, value in event.headers if name.lower() == b"host"]
+        if not _TARGET.fullmatch(event.target) or not all(map(_HOST.fullmatch, hosts)):
+            raise _Refused(400)
         if any(name.lower() == b"upgrade" and value.lower() == b"websocket" for name, value in event.headers):
             raise _Refused(400)
 
