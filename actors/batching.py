@@ -103,11 +103,11 @@ class _Batcher:
         gains = harvest(done.step, done.result, self._scheduler)
         self._observe(done, gains)
         broken = {id(_ticket(g.sequence)): _ticket(g.sequence) for g in gains if g.error}
+        for ticket in broken.values():
+            self._fail_ticket(ticket, "the model's output is not a number, or no token is allowed")
         for gain in gains:
             if gain.finish is not None:
                 self._finish(gain.sequence)
-        for ticket in broken.values():
-            self._fail_ticket(ticket, "the model's output is not a number, or no token is allowed")
         self._tokens = Gained([g for g in gains if id(_ticket(g.sequence)) not in broken], done.result, now)
 
     def fail(self, broken: StepBroken) -> None:
@@ -137,7 +137,9 @@ class _Batcher:
             self._finish(sequence)
         self._stopped.clear()
         for ticket in [t for t in self._tickets.values() if t.abandoned]:
-            self._metrics.requests.labels("abandoned").inc()
+            if not ticket.ended:  # else it left with its whole answer
+                ticket.ended = True
+                self._metrics.requests.labels("abandoned").inc()
             self._finish_all(ticket)
 
     def _send_step(self) -> None:
@@ -193,9 +195,7 @@ class _Batcher:
             self._finish(sequence)
 
     def _fail_ticket(self, ticket: Ticket, reason: str) -> None:
-        if id(ticket) in self._tickets:
-            self._metrics.requests.labels("failed").inc()
-            self._finish_all(ticket)
+        self._finish_all(ticket)
         self._fanout.send_nowait(Failed(ticket, reason))
 
 

@@ -33,6 +33,7 @@ async def fanout(
                     if not ticket.ended:  # a stop string may have ended it while the step that failed was out
                         _send(ticket, StepFailed(f"the request failed while it was computed: {reason}"))
                         _end(ticket)
+                        metrics.requests.labels("failed").inc()
                 case _:
                     assert_never(message)
 

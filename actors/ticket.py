@@ -68,7 +68,7 @@ class Ticket:
     open_sequences: int = 0  # sequences that batching has not finished yet
     prediction_tokens: int = 0  # length of the predicted output
     concurrent: int = 0  # requests in progress when its first step was sent
-    ended: bool = False  # fan-out has sent its last event
+    ended: bool = False  # answered, failed or abandoned: it is counted as that, and nothing more is sent
 
     @property
     def abandoned(self) -> bool:

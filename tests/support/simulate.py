@@ -1,8 +1,7 @@
 """One seed, one world: the whole engine on a simulated device, under a seeded scheduler and a virtual clock.
 
-The seed decides the pool's size, the requests, who arrives when, who leaves when, and what breaks. Every answer is held
-against ``sim_device.expected``, which knows no blocks and no neighbours. trio's scheduler is seeded through a private
-switch, isolated here and asserted at import.
+The seed decides the pool's size, the requests (sim_requests.py), who arrives when, who leaves when, and what breaks
+(sim_faults.py). Every answer that is read to its end is held against an oracle that knows no blocks and no neighbours.
 """
 
 from __future__ import annotations
@@ -11,28 +10,27 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import trio
 import trio.testing
-from sim_device import EOS, VOCABULARY, LetterTokenizer, SimDevice, expected, loaded_with, logprob_of
+from sim_device import SimDevice, loaded_with
 from sim_executor import SimExecutor
-from trio._core import _run as trio_run
+from sim_faults import Faults, check_idle, check_step, outcomes
+from sim_requests import check_answer, random_completion
+from sim_seeded import CancelAt, seeded_run
 
+from offbook.actors import admission
+from offbook.actors.answer import Answer
 from offbook.actors.config import EngineConfig
 from offbook.actors.engine import Engine, open_engine
-from offbook.actors.errors import CompletionError, StepFailed
+from offbook.actors.errors import CompletionError, EngineUnavailable, StepFailed
 from offbook.actors.events import Context, Delta
-from offbook.actors.execution import StepError
 from offbook.actors.request import CompletionRequest, from_fields
-from offbook.actors.steps import Step
-from offbook.kernels.params import SamplingParams
 
-assert hasattr(trio_run, "_ALLOW_DETERMINISTIC_SCHEDULING"), "trio changed its private switch"
-assert hasattr(trio_run, "_r"), "trio changed its private random source"
-
-LETTERS = LetterTokenizer()
+IDLE_WITHIN_S = 5.0  # virtual time after which nothing of a caller who left may be left: the longest step and some
 
 
 @dataclass
@@ -44,6 +42,9 @@ class World:
     endings: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     asked: int = 0
+    ended: bool = False  # it came to its end by itself
+    preemptions: int = 0
+    evictions: int = 0
 
     def note(self, *words: object) -> None:
         self.trace.append(f"{trio.current_time():.6f} {' '.join(map(str, words))}")
@@ -53,185 +54,166 @@ class World:
         return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()
 
 
-def simulate(seed: int, *, cancel_at_step: int | None = None) -> World:
-    """Run the seed's scenario to its end. Raises AssertionError where an invariant breaks. ``cancel_at_step``: cancel
-    everything at the n-th task step instead of letting it end."""
-    vars(trio_run)["_ALLOW_DETERMINISTIC_SCHEDULING"] = True
-    trio_run._r.seed(seed)
+def simulate(seed: int, *, cancel_at: int | None = None, victim: int | None = None, clients_max: int = 12) -> World:
+    """Run the seed's scenario to its end. Raises AssertionError where an invariant breaks.
+
+    ``cancel_at``: at this step of any task, cancel client number ``victim``, or everything if that is None.
+    """
     world = World(random.Random(seed))
-    try:
-        trio.run(
-            _scenario,
-            world,
-            cancel_at_step,
-            clock=trio.testing.MockClock(autojump_threshold=0),
-            restrict_keyboard_interrupt_to_checkpoints=True,
-        )
-    finally:
-        vars(trio_run)["_ALLOW_DETERMINISTIC_SCHEDULING"] = False
+    scopes = [trio.CancelScope() for _ in range(clients_max + 1)]  # the last one is around everything
+    chosen = scopes[clients_max if victim is None else victim]
+    cancel = None if cancel_at is None else CancelAt(cancel_at, chosen)
+    with recorded_desk() as desks:
+
+        async def main() -> None:
+            with scopes[clients_max]:
+                await _scenario(world, scopes[:clients_max], desks)
+
+        seeded_run(seed, main, cancel)
+    world.ended = cancel is None or not cancel.reached
+    if victim is not None or world.ended:
+        assert sum(world.endings.values()) == world.asked, "each request ends exactly once"
     return world
 
 
-class CancelAt(trio.abc.Instrument):
-    """Cancels a scope at the n-th step of any task."""
+@contextmanager
+def recorded_desk() -> Iterator[list[admission._Desk]]:
+    """The books of every engine that is opened meanwhile."""
+    desks: list[admission._Desk] = []
+    original = admission._Desk
 
-    def __init__(self, step: int, scope: trio.CancelScope) -> None:
-        self.left = step
-        self.scope = scope
+    class Recorded(original):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            desks.append(self)
 
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.scope.cancel()
+    vars(admission)["_Desk"] = Recorded
+    try:
+        yield desks
+    finally:
+        vars(admission)["_Desk"] = original
 
 
-async def _scenario(world: World, cancel_at_step: int | None) -> None:
+async def _scenario(world: World, scopes: list[trio.CancelScope], desks: list[admission._Desk]) -> None:
     rng = world.rng
-    blocks = rng.choice((6, 12, 40, 200))
-    device = SimDevice(blocks, slots=rng.choice((2, 4, 16)))
-    executor = SimExecutor(device, step_s=rng.choice((0.001, 0.02)))
+    device = SimDevice(rng.choice((5, 6, 8, 12, 40)), slots=rng.choice((2, 4, 16, 16)))
+    executor = SimExecutor(device)
     config = EngineConfig(
-        running_max=rng.choice((1, 3, 16)), step_tokens_max=rng.choice((5, 16, 100)),
-        step_busy_ms=rng.choice((5.0, 80.0)), queue_max=rng.choice((1, 4, 100)),
+        running_max=rng.choice((1, 3, 16, 16)), step_tokens_max=rng.choice((5, 16, 100)),
+        step_busy_ms=rng.choice((5.0, 80.0)), queue_max=rng.choice((1, 4, 100, 100)),
+        queue_tokens_max=rng.choice((20, *[4_000_000] * 4)), applies_max=rng.choice((2, *[4096] * 5)),
         prefix_cache=rng.random() < 0.8, prompt_lookup=rng.random() < 0.2,
-        client_share_max=rng.choice((None, None, 2)), grammar_compile_s=math.inf,
+        client_share_max=rng.choice((None, None, None, 1)), grammar_compile_s=math.inf,
         priority_ageing_s=rng.choice((0.1, 30.0)), default_max_tokens=30,
     )  # fmt: skip
-    executor.before = _faults(world, executor)
-    with trio.CancelScope() as scope:
-        if cancel_at_step is not None:
-            trio.lowlevel.add_instrument(CancelAt(cancel_at_step, scope))
+    faults = Faults(random.Random(rng.random()), executor)
+    world.faults = faults.counts
+    try:
         async with open_engine(config, loaded=loaded_with(executor, device)) as engine:
-            _check_every_step(executor, engine)
-            async with trio.open_nursery() as nursery:
-                for i in range(rng.randrange(1, 12)):
-                    nursery.start_soon(_client, world, engine, i, _request(rng, engine), rng.random(), rng.randrange(8))
-                    if rng.random() < 0.6:
-                        await trio.sleep(rng.choice((0, 0.003, 0.05)))
-            for _ in range(100_000):
-                if not engine.snapshot()["blocks_held"]:
-                    break
-                await trio.sleep(0.005)
-            _check_idle(engine)
-            world.note("end", sorted(world.endings.items()))
+            await trio.lowlevel.checkpoint()  # the actors have begun
+            faults.install(engine, lambda step: check_step(engine, desks[0], step))
+            await _clients(world, engine, faults, scopes)
+            await _settled(world, engine, desks[0])
+            faults.stop()
+            await _canary(engine)
+    except BaseExceptionGroup as group:
+        _, others = group.split(trio.Cancelled)
+        wanted = OSError, ValueError, trio.ClosedResourceError, trio.BrokenResourceError
+        if faults.fatal is None or others is None or others.split(wanted)[1] is not None:
+            raise
+        world.note("died", faults.fatal)
+
+
+async def _clients(world: World, engine: Engine, faults: Faults, scopes: list[trio.CancelScope]) -> None:
+    rng = world.rng
+    patient = rng.random() < 0.7  # else all come at once
+    async with trio.open_nursery() as nursery:
+        for i in range(rng.randrange(1, len(scopes))):
+            request = random_completion(rng, engine.card.context_length)
+            client = _Client(world, engine, faults, i, request, rng.random(), rng.randrange(8))
+            nursery.start_soon(client.run, scopes[i])
+            if patient and rng.random() < 0.6:
+                await trio.sleep(rng.choice((0, 0.003, 0.05)))
+
+
+async def _settled(world: World, engine: Engine, desk: admission._Desk) -> None:
+    """Everything of everybody is gone soon, the books are even, and the metrics have counted each once."""
+    with trio.fail_after(IDLE_WITHIN_S):
+        while _busy(engine):  # noqa: ASYNC110  # blocks are freed by the next step: nothing tells
+            await trio.sleep(0.005)
+        await trio.testing.wait_all_tasks_blocked()
+    check_idle(engine, desk)
+    told = outcomes(engine)
+    assert told.total() + world.endings["EngineUnavailable"] == world.asked, (told, world.endings)
     pool = engine._scheduler.pool
-    pool.check()
-    if cancel_at_step is None:
-        assert sum(world.endings.values()) == world.asked, "each request ends exactly once"
-        assert pool.held == 0
+    world.preemptions, world.evictions = engine._scheduler.preemptions, pool.evictions
+    world.note("end", sorted(world.endings.items()), sorted(told.items()))
 
 
-def _faults(world: World, executor: SimExecutor) -> Callable[[Step], None]:
-    rng = random.Random(world.rng.random())
-    rate = rng.choice((0, 0, 0.02, 0.2))
-
-    def before(step: Step) -> None:
-        executor.step_s = rng.choice((0.001, 0.001, 0.02, 0.5 if rate else 0.001))
-        if rng.random() < rate:
-            world.faults["step"] += 1
-            raise StepError("planted")
-
-    return before
+def _busy(engine: Engine) -> bool:
+    now = engine.snapshot()
+    return bool(now["blocks_held"] or now["running"] or now["waiting"])
 
 
-def _check_every_step(executor: SimExecutor, engine: Engine) -> None:
-    scheduler, run = engine._scheduler, executor.run
-
-    async def checked(step: Step) -> object:
-        scheduler.pool.check()
-        held = {b.id for s in scheduler.running for b in s.blocks}
-        assert len(held) == scheduler.pool.held, "every held block is some running sequence's"
-        assert all(not s.blocks for s in scheduler.waiting)
-        assert len(scheduler.running) <= scheduler.running_max
-        return await run(step)
-
-    executor.run = checked  # type: ignore[method-assign,assignment]
+async def _canary(engine: Engine) -> None:
+    """After all that, a small request is answered as ever."""
+    if engine.state == "ready":
+        request = from_fields({"model": "simulated", "prompt": "canary", "max_tokens": 5, "seed": 1, "stream": True})
+        async with engine.complete(request) as answer:
+            check_answer(request, [delta async for delta in answer], answer.usage, engine.card.context_length)
 
 
-def _check_idle(engine: Engine) -> None:
-    scheduler = engine._scheduler
-    assert not scheduler.running
-    assert not scheduler.waiting
-    assert engine.active == 0
-    assert len(scheduler._free_slots) == len(set(scheduler._free_slots))
+@dataclass
+class _Client:
+    """Asks, and reads to the end, or slowly, or never, or leaves: before the first event, between events, after the
+    last, or by a deadline."""
 
+    world: World
+    engine: Engine
+    faults: Faults
+    name: int
+    request: CompletionRequest
+    temper: float
+    patience: int
 
-def _request(rng: random.Random, engine: Engine) -> CompletionRequest:
-    context = engine.card.context_length
-    stem = "".join(chr(97 + (i * 7) % 26) for i in range(rng.choice((3, 20, 50))))[: context // 2]
-    prompt: object = stem + "".join(rng.choice("xyz") for _ in range(rng.randrange(6)))
-    if rng.random() < 0.2:
-        prompt = [stem + "a", stem + "b"]
-    body: dict[str, object] = {
-        "model": "simulated", "prompt": prompt, "stream": rng.random() < 0.7, "seed": rng.randrange(3),
-        "max_tokens": rng.choice((0, 1, 5, 30)), "n": rng.choice((1, 1, 1, 3)), "ignore_eos": rng.random() < 0.5,
-        "temperature": rng.choice((0, 1.0)), "service_tier": rng.choice(("default", "priority")),
-    }  # fmt: skip
-    options: list[dict[str, object]] = [
-        {"echo": True, "logprobs": 2}, {"frequency_penalty": 0.5}, {"logprobs": True}, {"user": "u"},
-        {"prompt_cache_isolation_key": rng.choice("pq")}, {"speculation": "abcxyz"}, {"prompt_cache_key": "k"},
-        {"stream_options": {"buffer_tokens": 3}}, {"stream_options": {"buffer_ms": 7}}, {"prompt_cache_max_len": 5},
-    ]  # fmt: skip
-    for option in rng.sample(options, rng.randrange(4)):
-        body |= option
-    return from_fields(body)
-
-
-async def _client(
-    world: World, engine: Engine, name: int, request: CompletionRequest, temper: float, patience: int
-) -> None:
-    """Ask, and read to the end, or slowly, or leave: before the first event, between events, or by a deadline."""
-    world.asked += 1
-    context = Context(request_id="same" if temper < 0.1 else None, deadline_s=0.05 if 0.8 < temper < 0.9 else None)
-    ending, deltas = "gone", list[Delta]()
-    with trio.CancelScope() as scope:
-        if temper > 0.9:
-            scope.deadline = trio.current_time() + 0.01 * patience
+    async def run(self, scope: trio.CancelScope) -> None:
+        world, temper = self.world, self.temper
+        world.asked += 1
+        id = "same" if temper < 0.1 else f"r{self.name}"
+        context = Context(request_id=id, deadline_s=0.05 if 0.8 < temper < 0.85 else None)
+        ending = "gone"
         try:
-            async with engine.complete(request, context=context) as answer:
-                ending = "left"
-                async for delta in answer:
-                    deltas.append(delta)
-                    world.note(name, delta.index, delta.text, delta.finish_reason)
-                    if 0.3 < temper < 0.5 and len(deltas) > patience:
-                        break
-                    if 0.5 < temper < 0.6:
-                        await trio.sleep(0.1)
-                else:
-                    ending = "done"
-                    check_answer(request, deltas)
-                    assert answer.usage.completion_tokens == sum(len(d.token_ids) for d in deltas)
-        except CompletionError as error:
-            ending = type(error).__name__
-            assert not isinstance(error, StepFailed) or world.faults, "nothing fails unless something broke"
-    world.endings[ending] += 1
-    world.note(name, ending)
+            with scope:
+                if temper > 0.9:
+                    scope.deadline = min(scope.deadline, trio.current_time() + 0.01 * self.patience)
+                try:
+                    async with self.engine.complete(self.request, context=context) as answer:
+                        ending = "left"
+                        ending = await self._read(answer)
+                except CompletionError as error:
+                    ending = type(error).__name__
+                    if isinstance(error, StepFailed):
+                        assert id in self.faults.blamed or self.faults.fatal, "nobody else feels a fault"
+                    if isinstance(error, EngineUnavailable):
+                        assert (
+                            self.faults.fatal or self.engine.state == "draining" or self.engine.config.applies_max < 12
+                        )
+        finally:
+            world.endings[ending] += 1
+            world.note(self.name, ending)
 
-
-def check_answer(request: CompletionRequest, deltas: list[Delta]) -> None:
-    """Every choice equals its lone cold run; text, ids, scores and finish reasons."""
-    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    n = request.n or 1
-    for index in range(len(prompts) * n):
-        mine = [d for d in deltas if d.index == index]
-        ids = LETTERS.encode(str(prompts[index // n]))
-        params = SamplingParams(
-            temperature=1.0 if request.temperature is None else request.temperature, seed=request.seed or 0,
-            choice=index % n, frequency_penalty=request.frequency_penalty or 0.0,
-        )  # fmt: skip
-        eos = frozenset() if request.ignore_eos else frozenset({EOS})
-        tokens, reason = expected(ids, params, request.max_tokens or 0, eos)
-        assert [t for d in mine for t in d.token_ids] == tokens
-        assert [d.finish_reason for d in mine if d.finish_reason] == [reason]
-        text = b"".join(LETTERS.token_bytes(t) for t in tokens if not LETTERS.is_special(t)).decode()
-        echoed = str(prompts[index // n]) if request.echo else ""
-        assert "".join(d.text for d in mine) == echoed + text
-        rows = [r for d in mine for r in d.rows]
-        if request.logprobs:
-            whole = [*ids, *tokens]
-            shown = whole if request.echo else tokens
-            assert [r.token_id for r in rows] == shown
-            start = len(whole) - len(shown)
-            for q, row in enumerate(rows, start):
-                assert row.logprob == (logprob_of(whole[:q], whole[q]) if q else 0.0)
-        assert all(t < VOCABULARY for t in tokens)
+    async def _read(self, answer: Answer) -> str:
+        deltas: list[Delta] = []
+        if 0.6 < self.temper < 0.7:
+            await trio.sleep(0.05 * self.patience)  # reads late, or never
+            if self.patience > 5:
+                return "never read"
+        async for delta in answer:
+            deltas.append(delta)
+            self.world.note(self.name, delta.index, delta.text, delta.finish_reason)
+            if 0.3 < self.temper < 0.5 and len(deltas) > self.patience:
+                return "left"
+            if 0.5 < self.temper < 0.6:
+                await trio.sleep(0.1)
+        check_answer(self.request, deltas, answer.usage, self.engine.card.context_length)
+        return "done"
