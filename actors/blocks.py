@@ -104,13 +104,20 @@ class BlockPool:
 
     def enter(self, parent: Block, tokens: tuple[int, ...], block: Block, step_id: int) -> None:
         """Cache ``block``, whose ``tokens`` step ``step_id`` completes, after ``parent`` (again, when an open tail has
-        grown). If the same content is cached already, ``block`` stays private."""
+        grown). If the same content is cached already, the one that others continue stays, else the newer one: this
+        chain goes on, and a private block's continuation could not be found."""
         if parent.id < 0:
             parent = self._roots.get(parent.namespace, parent)
         elif len(parent.tokens) < BLOCK_TOKENS:
             return  # a private twin of a cached block: what follows it stays private too
-        if not self._caching or tokens in parent.children:
+        if not self._caching:
             return
+        twin = parent.children.get(tokens)
+        if twin is not None:
+            if twin is block or twin.children:
+                return
+            block.scores, block.kept = {**twin.scores, **block.scores}, twin.kept
+            self.forget(twin)
         if parent.id < 0:
             self._roots[parent.namespace] = parent
         if block.parent is not None:

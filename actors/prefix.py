@@ -31,7 +31,9 @@ class PrefixCache:
         self._pool = pool
 
     def store_scores(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Keep the known scores of prompt positions start..stop beside the cached blocks that hold those tokens."""
+        """Keep the known scores of prompt positions up to ``stop``, from the start of the block that holds ``start`` (the
+        scores before it came with a copy), beside the cached blocks that hold those tokens."""
+        start -= start % BLOCK_TOKENS
         node: Block | None = self._pool.root(sequence.namespace)
         for i in range(min(stop, sequence.n_prompt - 1) // BLOCK_TOKENS + 1):
             at = i * BLOCK_TOKENS
@@ -42,8 +44,9 @@ class PrefixCache:
             if node is None:
                 return
             for q in range(max(at, start), min(at + len(node.tokens), stop + 1)):
-                if q in sequence.scores:
-                    node.scores.setdefault(q - at, sequence.scores[q])
+                known, new = node.scores.get(q - at), sequence.scores.get(q)
+                if new is not None and (known is None or len(known[1]) < len(new[1])):
+                    node.scores[q - at] = new
             if len(node.tokens) < BLOCK_TOKENS:
                 return
 
