@@ -100,7 +100,7 @@ async def _scenario(world: World, scopes: list[trio.CancelScope], desks: list[ad
     executor = SimExecutor(device)
     config = EngineConfig(
         running_max=rng.choice((1, 3, 16, 16)), step_tokens_max=rng.choice((5, 16, 100)),
-        step_busy_ms=rng.choice((5.0, 80.0)), queue_max=rng.choice((1, 4, 100, 100)),
+        step_busy_ms=rng.choice((5.0, 80.0)), queue_max=rng.choice((1, 4, 100, 100)), choices_max=6,
         queue_tokens_max=rng.choice((20, *[4_000_000] * 4)), applies_max=rng.choice((2, *[4096] * 5)),
         prefix_cache=rng.random() < 0.8, prompt_lookup=rng.random() < 0.2,
         client_share_max=rng.choice((None, None, None, 1)), grammar_compile_s=math.inf,
@@ -204,6 +204,8 @@ class _Client:
 
     async def _read(self, answer: Answer) -> str:
         deltas: list[Delta] = []
+        if 0.7 < self.temper < 0.75:
+            return "left at once"
         if 0.6 < self.temper < 0.7:
             await trio.sleep(0.05 * self.patience)  # reads late, or never
             if self.patience > 5:
