@@ -31,8 +31,8 @@ class PrefixCache:
         self._pool = pool
 
     def store_scores(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Keep the known scores of prompt positions up to ``stop``, from the start of the block that holds ``start`` (the
-        scores before it came with a copy), beside the cached blocks that hold those tokens."""
+        """Keep the known scores of prompt positions up to ``stop`` beside the cached blocks that hold those tokens.
+        Positions before ``start`` in its block count too: their scores came with a copy."""
         start -= start % BLOCK_TOKENS
         node: Block | None = self._pool.root(sequence.namespace)
         for i in range(min(stop, sequence.n_prompt - 1) // BLOCK_TOKENS + 1):
