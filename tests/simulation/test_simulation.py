@@ -1,6 +1,7 @@
 """Thousands of small worlds (tests/support/simulate.py), each decided by a seed; the seed of a failing one is printed.
 
 ``OFFBOOK_SIMULATIONS=50000 pytest tests/simulation -s`` runs longer. Seeds that once found something stay in KEPT.
+Small worlds run once more for each step of any of their tasks, with a cancellation there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KEPT = {
     802: "who left while its letter to admission was under way was counted out twice",
     968: "a request that a stop string had ended was counted as failed too",
 }
-SMALL = range(2000, 2006)  # worlds of up to three clients, for what is tried at every step
+SMALL = (2001, 2010, 2033, 2038)  # worlds of two clients, for what is tried at every step
 
 
 def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +82,7 @@ def test_everything_cancelled_at_every_step(seed: int) -> None:
     steps(seed, None)
 
 
-@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("victim", range(2))
 @pytest.mark.parametrize("seed", SMALL)
 def test_one_client_cancelled_at_every_step(seed: int, victim: int) -> None:
     """The others' answers are what they would be alone, and the engine's books are even afterwards."""
@@ -89,14 +90,12 @@ def test_one_client_cancelled_at_every_step(seed: int, victim: int) -> None:
 
 
 def steps(seed: int, victim: int | None) -> None:
-    """The world once for each of its first 60 steps, then for every seventh, until it ends before the cancellation."""
-    at = 1
-    while True:
+    """The world once for each step of any task, until it ends before the cancellation comes."""
+    for at in range(1, 20_000):
         try:
             world = simulate(seed, cancel_at=at, victim=victim, clients_max=3)
         except BaseException as error:
             raise AssertionError(f"seed {seed}, client {victim} cancelled at step {at}") from error
         if world.ended:
-            break
-        at += 1 if at < 60 else 7
-        assert at < 20_000
+            assert at > 50
+            return
