@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from live import Live
-from server_process import ServerProcess, server_process
-
-
-@contextmanager
-def ended_well(*arguments: str) -> Iterator[ServerProcess]:
-    """A server that, after all its tests, has nothing bad to say and ends as it should."""
-    with server_process(*arguments) as server:
-        yield server
-        server.send(signal.SIGTERM)
-        assert server.exit_code() == 0
-        said = "".join(server.errors)
-        assert "Traceback" not in said and " ERROR " not in said, said[-2000:]
+from live import Live, ended_well
+from server_process import ServerProcess
 
 
 @pytest.fixture(scope="session")

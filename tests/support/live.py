@@ -7,15 +7,18 @@ holds on any model; every ``both`` is also a test that a stream adds up to the p
 from __future__ import annotations
 
 import json
+import signal
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Self
 
 import httpx2 as httpx
 from door import joined
 from raw_http import Answered
+from server_process import ServerProcess, server_process
 
 PATH = "/v1/completions"
 Body = dict[str, Any]
@@ -77,8 +80,9 @@ class Live:
         return text
 
     def lone(self, prompt: Any = "x", **fields: Any) -> Body:
-        """The answer of a cold cache; nobody else is asking."""
-        body = self.plain(prompt, **fields, prompt_cache_isolation_key=uuid.uuid4().hex)
+        """The plain answer of a cold cache; nobody else is asking."""
+        fields |= {"stream": False, "prompt_cache_isolation_key": uuid.uuid4().hex}
+        body = self.plain(prompt, **fields)
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         return body
 
@@ -146,3 +150,14 @@ def grammar(text: str) -> Body:
 def schema(value: Any) -> Body:
     """``response_format`` with a JSON schema in OpenAI's wrapper."""
     return {"type": "json_schema", "json_schema": {"name": "t", "schema": value}}
+
+
+@contextmanager
+def ended_well(*arguments: str) -> Iterator[ServerProcess]:
+    """A server that, after all its tests, has nothing bad to say and ends as it should."""
+    with server_process(*arguments) as server:
+        yield server
+        server.send(signal.SIGTERM)
+        assert server.exit_code() == 0
+        said = "".join(server.errors)
+        assert "Traceback" not in said and " ERROR " not in said, said[-2000:]
