@@ -33,7 +33,7 @@ def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
     for seed in [*KEPT, *range(COUNT)]:
         try:
             world = simulate(seed)
-        except BaseException as error:
+        except (Exception, BaseExceptionGroup) as error:
             raise AssertionError(f"seed {seed}") from error
         endings += world.endings
         faults += world.faults
@@ -94,7 +94,7 @@ def steps(seed: int, victim: int | None) -> None:
     for at in range(1, 20_000):
         try:
             world = simulate(seed, cancel_at=at, victim=victim, clients_max=3)
-        except BaseException as error:
+        except (Exception, BaseExceptionGroup) as error:
             raise AssertionError(f"seed {seed}, client {victim} cancelled at step {at}") from error
         if world.ended:
             assert at > 50
