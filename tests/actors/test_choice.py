@@ -42,7 +42,8 @@ def result_for(tokens: list[int]) -> StepResult:
     top = np.array([[t, (t + 1) % 64] for t in tokens], np.int32).reshape(k, 2)
     return StepResult(
         step_id=0, token=np.array(tokens, np.int32), error=np.zeros(k, np.uint8), logprob=-numbers,
-        sampling_logprob=numbers * np.float32(-0.5), kept=np.arange(1, k + 1, dtype=np.int32), run_mu=np.zeros(1, np.float32),
+        sampling_logprob=numbers * np.float32(-0.5), kept=np.arange(1, k + 1, dtype=np.int32),
+        run_mu=np.zeros(1, np.float32),
         top_ids=top, top_logprobs=np.zeros((k, 2), np.float32) - 1, kept_ids={0: np.array([3, 5], np.int32)},
     )  # fmt: skip
 
