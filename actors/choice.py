@@ -45,7 +45,6 @@ class Choice:
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._held: list[Delta] = []  # for answers that are not streamed
-        self.failed = False
 
     def gain(self, gain: Gain, result: StepResult) -> Delta | None:
         """Add a step's tokens; None when there is nothing to tell."""

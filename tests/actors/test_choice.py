@@ -31,7 +31,8 @@ def choice_of(
         eos_ids=frozenset({EOS} if eos else ()),
     )  # fmt: skip
     ticket = Ticket(
-        id="t", reply=None, client=None, priority=False, estimate=1, stream=True, asked_at=0.0,  # type: ignore[arg-type]
+        id="t", reply=None, client=None, priority=False,  # type: ignore[arg-type]
+        estimate=1, stream=True, asked_at=0.0,
     )  # fmt: skip
     return Choice(ticket, 0, sequence, SURFACES, stops, wants or Wants())
 
@@ -41,7 +42,8 @@ def result_for(tokens: list[int]) -> StepResult:
     numbers = np.arange(k, dtype=np.float32)
     top = np.array([[t, (t + 1) % 64] for t in tokens], np.int32).reshape(k, 2)
     return StepResult(
-        step_id=0, token=np.array(tokens, np.int32), error=np.zeros(k, np.uint8), logprob=-numbers,
+        step_id=0, token=np.array(tokens, np.int32), error=np.zeros(k, np.uint8),
+        logprob=-numbers,
         sampling_logprob=numbers * np.float32(-0.5), kept=np.arange(1, k + 1, dtype=np.int32),
         run_mu=np.zeros(1, np.float32),
         top_ids=top, top_logprobs=np.zeros((k, 2), np.float32) - 1, kept_ids={0: np.array([3, 5], np.int32)},

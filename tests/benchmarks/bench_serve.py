@@ -174,8 +174,8 @@ async def drive(url: str, model: str, case: Case, schema: str, rng: random.Rando
 
 def server_processes(port: int) -> list[psutil.Process]:
     """The process that listens on the port, and its children."""
-    listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr]
-    pids = {c.pid for c in listening if c.laddr[1] == port and c.pid}
+    listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid]
+    pids = {c.pid for c in listening if getattr(c.laddr, "port", None) == port}
     found = [psutil.Process(pid) for pid in pids]
     return found + [child for process in found for child in process.children(recursive=True)]
 

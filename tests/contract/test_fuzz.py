@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
+import httpx2 as httpx
 import pytest
 import schemathesis
 import trio

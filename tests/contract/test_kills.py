@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 from process_faults import BODY, SMALL, ask, compiler, final_names
 from raw_http import request_bytes

@@ -199,8 +199,7 @@ async def test_connections_are_counted_and_one_too_many_is_a_503(tiny_model_dir:
     options = ("--kv-memory", "64M", "--threads", "1", "--connections-max", "20")
     with stressed("tiny", "--model", str(tiny_model_dir), *options) as server:
         crowd = Crowd(server.port, "tiny", SEED, at_once=300)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(crowd.come, {"silent": 30, "asker": 60, "streamer": 30, "slow_body": 10})
+        await crowd.come({"silent": 30, "asker": 60, "streamer": 30, "slow_body": 10})
         assert not crowd.surprises, crowd.surprises[:5]
         assert crowd.happened["asker", "503"] + crowd.happened["streamer", "503"] > 0
         await server.settled()

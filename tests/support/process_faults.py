@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 from server_process import ServerProcess
 
 SMALL = ("--kv-memory", "64M", "--threads", "1")
