@@ -34,6 +34,14 @@ def smollm2(default_server: ServerProcess) -> Iterator[Live]:
         yield live
 
 
+@pytest.fixture(scope="session")
+def exact(default_model_path: Path) -> Iterator[Live]:
+    """The default model in float32 throughout."""
+    with ended_well("--dtype", "float32", "--kv-memory", "256M") as server:
+        with Live(server.url, vocabulary=49152, eos=(2, "<|im_end|>")) as live:
+            yield live
+
+
 @pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.model)])
 def live(request: pytest.FixtureRequest) -> Live:
     """Both models, one after the other."""

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from live import Body, Live, ended_well
+from live import Body, Live
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture(scope="module")
-def exact(default_model_path: Path) -> Iterator[Live]:
-    """The default model in float32 throughout."""
-    with ended_well("--dtype", "float32", "--kv-memory", "256M") as server:
-        with Live(server.url, vocabulary=49152, eos=(2, "<|im_end|>")) as live:
-            yield live
 
 
 @pytest.fixture(params=["exact", "smollm2"])
