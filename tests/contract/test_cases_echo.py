@@ -156,15 +156,15 @@ def test_b106_under_a_mask_of_one_token(live: Live, logprobs: Any) -> None:
 
 
 @pytest.mark.parametrize("top", [6, 900_001, -1, 2**31, 1.5, True, "2"])
-def test_b108_numbers_of_alternatives(live: Live, top: Any) -> None:
+def test_b108_numbers_of_alternatives(tiny: Live, top: Any) -> None:
     """``top_logprobs`` without ``logprobs`` is checked too, and has no effect."""
-    before = live.canary()
-    assert "top_logprobs" in live.refused(max_tokens=1, logprobs=True, top_logprobs=top)
-    assert "top_logprobs" in live.refused(max_tokens=1, top_logprobs=top)
-    assert live.choice(max_tokens=1, **GREEDY, top_logprobs=5)["logprobs"] is None
+    before = tiny.canary()
+    assert "top_logprobs" in tiny.refused(max_tokens=1, logprobs=True, top_logprobs=top)
+    assert "top_logprobs" in tiny.refused(max_tokens=1, top_logprobs=top)
+    assert tiny.choice(max_tokens=1, **GREEDY, top_logprobs=5)["logprobs"] is None
     if top is not True:
-        live.refused(max_tokens=1, logprobs=top)
-    assert live.canary() == before
+        tiny.refused(max_tokens=1, logprobs=top)
+    assert tiny.canary() == before
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])

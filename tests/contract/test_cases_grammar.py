@@ -50,10 +50,10 @@ NO_SCHEMAS: list[Any] = [
 
 
 @pytest.mark.parametrize("wanted", NO_SCHEMAS, ids=str)
-def test_b172_what_is_no_schema(live: Live, wanted: Any) -> None:
-    before = live.canary()
-    assert "response_format" in live.refused("j", max_tokens=8, response_format=schema(wanted))
-    assert live.canary() == before
+def test_b172_what_is_no_schema(tiny: Live, wanted: Any) -> None:
+    before = tiny.canary()
+    assert "response_format" in tiny.refused("j", max_tokens=8, response_format=schema(wanted))
+    assert tiny.canary() == before
 
 
 NO_GRAMMARS = [
@@ -94,22 +94,22 @@ FORMS: list[tuple[Any, bool]] = [
 
 
 @pytest.mark.parametrize(("form", "fine"), FORMS, ids=str)
-def test_b198_missing_pieces(live: Live, form: Any, fine: bool) -> None:
-    before = live.canary()
+def test_b198_missing_pieces(tiny: Live, form: Any, fine: bool) -> None:
+    before = tiny.canary()
     if fine:
-        live.both(max_tokens=4, **GREEDY, response_format=form)
+        tiny.both(max_tokens=4, **GREEDY, response_format=form)
     else:
-        assert "response_format" in live.refused(max_tokens=4, response_format=form)
-    assert live.canary() == before
+        assert "response_format" in tiny.refused(max_tokens=4, response_format=form)
+    assert tiny.canary() == before
 
 
-def test_b175_a_bad_one_after_a_good_one(live: Live) -> None:
-    before = live.canary()
+def test_b175_a_bad_one_after_a_good_one(tiny: Live) -> None:
+    before = tiny.canary()
     for pattern in ("^(z.*)$", "^(|z.*)$"):
-        refused_or_valid(live, {"type": "string", "pattern": pattern}, max_tokens=8)
-    assert "grammar" in live.refused(max_tokens=4, response_format={"type": "grammar", "grammar": "root ::= ("})
-    assert live.text(max_tokens=4, **GREEDY, response_format=grammar("fine")) == "fine"
-    assert live.canary() == before
+        refused_or_valid(tiny, {"type": "string", "pattern": pattern}, max_tokens=8)
+    assert "grammar" in tiny.refused(max_tokens=4, response_format={"type": "grammar", "grammar": "root ::= ("})
+    assert tiny.text(max_tokens=4, **GREEDY, response_format=grammar("fine")) == "fine"
+    assert tiny.canary() == before
 
 
 # -- hostile ones ----------------------------------------------------------------------------------------------------
