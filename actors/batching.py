@@ -103,6 +103,9 @@ class _Batcher:
         gains = harvest(done.step, done.result, self._scheduler)
         self._observe(done, gains)
         broken = {id(_ticket(g.sequence)): _ticket(g.sequence) for g in gains if g.error}
+        for work in done.step.plan.works:
+            if id(_ticket(work.sequence)) in broken:  # what gave a NaN once is not to be given to others
+                self._scheduler.distrust(work, done.step.plan.step_id)
         for ticket in broken.values():
             self._fail_ticket(ticket, "the model's output is not a number, or no token is allowed")
         for gain in gains:

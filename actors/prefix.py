@@ -1,4 +1,4 @@
-"""How a sequence shares blocks: what it finds cached, what it takes over on the way, what it leaves for others.
+"""How a sequence shares blocks: what it finds cached, and what it leaves for others.
 
 Rules of this file: pure; the block pool knows blocks, the scheduler knows room and turns, this knows which tokens and
 which prompt scores a block can stand for. Echo scoring keeps its cache: a block stands for its positions only if their
@@ -92,22 +92,6 @@ class PrefixCache:
             return None, length
         sequence.adopt_scores(block, length, stop)
         return block, stop
-
-    def adopt(self, sequence: Sequence) -> None:
-        """Take over blocks that others have filled, or are filling in this very step, since this one started."""
-        limit = sequence.cache_limit if sequence.n_output == 0 else len(sequence.tokens) - 1
-        while sequence.computed % BLOCK_TOKENS == 0 and sequence.computed + BLOCK_TOKENS <= limit:
-            at = sequence.computed
-            if len(sequence.blocks) * BLOCK_TOKENS != at:
-                return
-            node = sequence.blocks[-1] if sequence.blocks else self._pool.root(sequence.namespace)
-            block = self._pool.child(node, tuple(sequence.tokens[at : at + BLOCK_TOKENS]))
-            if block is None:
-                return
-            sequence.blocks.append(self._pool.hold(block))
-            sequence.computed += BLOCK_TOKENS
-            if sequence.n_output == 0 and sequence.cached_tokens is not None:
-                sequence.cached_tokens += BLOCK_TOKENS
 
     def enter(self, sequence: Sequence, start: int, stop: int, step_id: int) -> None:
         """Offer the blocks that are full now to the cache, and the tail when the prompt is complete."""

@@ -64,7 +64,7 @@ class StepBudget:
         if not decoding:
             return self.alone
         rate = self._rows_per_ms or self.floor / self.busy_ms
-        return max(self.floor, min(self.alone, int(rate * self.busy_ms) - decoding))
+        return min(self.alone, max(self.floor, int(rate * self.busy_ms) - decoding))
 
 
 class Scheduler:
@@ -159,8 +159,6 @@ class Scheduler:
     def _prefill(self, plan: Plan, sequence: Sequence, left: int) -> int:
         if left <= 0:
             return 0
-        if sequence.score_from is None:
-            self.prefix.adopt(sequence)
         chunk = min(sequence.remaining, left)
         if not self._cover(plan, sequence, sequence.computed + chunk):
             chunk = min(chunk, len(sequence.blocks) * BLOCK_TOKENS - sequence.computed)

@@ -226,11 +226,14 @@ async def test_a_poisoned_row_hurts_nobody_else(autojump_clock: trio.testing.Moc
 
     async with engine_on(executor) as engine:
         async with engine.complete(prompt="good", temperature=0, max_tokens=20, ignore_eos=True) as good:
-            async with engine.complete(prompt="bad", max_tokens=20, ignore_eos=True) as bad:
+            async with engine.complete(prompt=[*range(1, 21)], max_tokens=20, ignore_eos=True) as bad:
                 executor.after = poison
                 with pytest.raises(StepFailed):
                     await bad.choices()
             (choice,) = await good.choices()
+        async with engine.complete(prompt=[*range(1, 21)], max_tokens=1) as again:
+            await again.choices()
+        assert again.usage.cached_tokens == 0, "what gave a NaN is not served from the cache"
     ids, _ = expected(LETTERS.encode("good"), SamplingParams(temperature=0), 20, frozenset())
     assert list(choice.token_ids) == ids
 
