@@ -24,7 +24,8 @@ BASE_FLAGS = (
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden",
 )  # fmt: skip
 LEVEL_FLAGS = {
-    "avx512bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+    "avx512bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
+    "avx512vnni": ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "avx2": ("-march=x86-64-v3",),
     "generic": (),
@@ -47,7 +48,9 @@ def cpu_level() -> str:
         return "generic"
     flags = set(_cpuinfo_flags())
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"} <= flags:
-        return "avx512bf16" if "avx512_bf16" in flags else "avx512"
+        if "avx512_vnni" not in flags:
+            return "avx512"
+        return "avx512bf16" if "avx512_bf16" in flags else "avx512vnni"
     return "avx2" if {"avx2", "fma", "f16c", "bmi2"} <= flags else "generic"
 
 

@@ -2,10 +2,11 @@
 //
 // A block is [codes][scales][mins]. Codes come in words of 32 bits, one word an output, 16 outputs a vector:
 //   4-bit: word of 8 inputs k..k+7, nibble i = input k + 2 i (i < 4), nibble 4 + i = input k + 2 i + 1;
-//   8-bit (two's complement): word of 4 inputs, byte i = input k + i;
+//   8-bit (two's complement): word of inputs k, k+2, k+1, k+3 (so that each 16-bit half shifts to a pair);
 //   bf16: word of 2 inputs, the even one low;   f16: [input][32 outputs];   f32: [input][32 outputs].
-// A reader gives, for input k of an octet and half s of the 32 outputs, the exact value as floats (`at`), or the value
-// times 1 / factor(k), which is cheaper (`raw`), or two inputs in bf16 (`pair`, where there is a pair dot product).
+//   16-bit words (codes widened for many rows; never stored): [pair of inputs][32 outputs], the even one low.
+// A reader gives, for input k of an octet and half s of the 32 outputs, the exact value as floats (`at`), or inputs 2 p
+// and 2 p + 1 as 16-bit integers (`words`) or in bf16 (`pair`, where there is a pair dot product).
 #pragma once
 #include "step.h"
 #include "vec.h"
@@ -22,49 +23,35 @@ struct Codes4 {
     if constexpr (n == 7) return to_float(shift_right<28>(v));
     return to_float(bit_and(shift_right<4 * n>(v), set1i(15)));
   }
-  template <int K>
-  static OFFBOOK_INLINE F16x raw(const uint8_t* octet, int s) {
-    constexpr int n = nibble(K);
-    if constexpr (n == 7) return at<K>(octet, s);
-    return to_float(bit_and(loadi(octet + 64 * s), set1i(static_cast<int32_t>(15u << (4 * n)))));
-  }
-  template <int K>
-  static constexpr float factor() {
-    return nibble(K) == 7 ? 1.0f : 1.0f / static_cast<float>(1 << (4 * nibble(K)));
-  }
-#if OFFBOOK_PAIR_DOT
   template <int P>
-  static OFFBOOK_INLINE Pair pair(const uint8_t* octet, int s) {
-    return pair_of_nibbles<P>(loadi(octet + 64 * s));
+  static OFFBOOK_INLINE I16x words(const uint8_t* octet, int s) {
+    const I16x v = loadi(octet + 64 * s);
+    if constexpr (P == 3) return shift_words_right<12>(v);
+    return bit_and(P ? shift_words_right<4 * P>(v) : v, set1i(0x000f000f));
   }
-#endif
 };
 
 struct Codes8 {
   static constexpr int kOctetBytes = 256;
   template <int K>
   static OFFBOOK_INLINE F16x at(const uint8_t* octet, int s) {
+    constexpr int byte = K % 4 == 1 ? 2 : K % 4 == 2 ? 1 : K % 4;
     const I16x v = loadi(octet + K / 4 * 128 + 64 * s);
-    return to_float(shift_signed<24>(K % 4 == 3 ? v : shift_left<24 - 8 * (K % 4)>(v)));
+    return to_float(shift_signed<24>(byte == 3 ? v : shift_left<24 - 8 * byte>(v)));
   }
-  template <int K>
-  static OFFBOOK_INLINE F16x raw(const uint8_t* octet, int s) {
-    const I16x v = loadi(octet + K / 4 * 128 + 64 * s);
-    const I16x top = set1i(static_cast<int32_t>(0xff000000u));
-    if constexpr (K % 4 == 0) return to_float(shift_left<24>(v));
-    return to_float(bit_and(K % 4 == 3 ? v : shift_left<24 - 8 * (K % 4)>(v), top));
-  }
-  template <int K>
-  static constexpr float factor() {
-    return 0x1p-24f;
-  }
-#if OFFBOOK_PAIR_DOT
   template <int P>
-  static OFFBOOK_INLINE Pair pair(const uint8_t* octet, int s) {  // floats of 8-bit codes end in 16 zero bits
-    const I16x even = shift_right<16>(bits(at<2 * P>(octet, s)));
-    return pair_bits(bit_or(even, bits(at<2 * P + 1>(octet, s))));
+  static OFFBOOK_INLINE I16x words(const uint8_t* octet, int s) {
+    const I16x v = loadi(octet + P / 2 * 128 + 64 * s);
+    return shift_words_signed<8>(P % 2 ? v : shift_words_left<8>(v));
   }
-#endif
+};
+
+struct Words16 {
+  static constexpr int kOctetBytes = 512;
+  template <int P>
+  static OFFBOOK_INLINE I16x words(const uint8_t* octet, int s) {
+    return loadi(octet + P * 128 + 64 * s);
+  }
 };
 
 struct WordsBf16 {

@@ -2,31 +2,9 @@
 #pragma once
 #include <cmath>
 
-#include "attention.h"
+#include "step_inputs.h"
 
 namespace offbook {
-
-// bf16: activations and KV rounded to bf16. float32: neither.
-struct Bf16Config {
-#if OFFBOOK_PAIR_DOT
-  using Mode = PairMode;
-#else
-  using Mode = FloatMode;
-#endif
-  using Kv = KvBf16;
-  static constexpr bool kRound = true;
-};
-struct F32Config {
-  using Mode = FloatMode;
-  using Kv = KvF32;
-  static constexpr bool kRound = false;
-};
-
-// sums[g] = the sum of inputs 32 g .. 32 g + 31 in one fixed tree; n is a multiple of 32.
-template <class T>
-void group_sums(const T* x, int n, float* sums) {
-  for (int k = 0; k < n; k += 32) sums[k / 32] = reduce_add(add(load_activation(x + k), load_activation(x + k + 16)));
-}
 
 // 1 / rms of n_padded floats of which n count (the others are 0); n_padded is a multiple of 16.
 inline float inverse_rms(const float* x, int n, int n_padded, float epsilon) {
@@ -38,12 +16,9 @@ inline float inverse_rms(const float* x, int n, int n_padded, float epsilon) {
   return 1.0f / std::sqrt(reduce_add(add(sum[0], sum[1])) / static_cast<float>(n) + epsilon);
 }
 
-template <class Config>
-void rms_norm(const float* x, const float* weight, int n, int n_padded, float epsilon,
-              typename Config::Mode::Activation* out) {
+inline void rms_norm(const float* x, const float* weight, int n, int n_padded, float epsilon, float* out) {
   const F16x scale = set1(inverse_rms(x, n, n_padded, epsilon));
-  for (int i = 0; i < n_padded; i += 16)
-    store_activation(out + i, activation<Config::kRound>(mul(mul(load(x + i), scale), load(weight + i))));
+  for (int i = 0; i < n_padded; i += 16) store(out + i, mul(mul(load(x + i), scale), load(weight + i)));
 }
 
 // One head in place: optional norm, then the rotation of (i, i + dims / 2) by the position's angles.
@@ -106,9 +81,9 @@ class Attention {
     return 32 * m.head_dim + kTileQueries * (m.heads / m.kv_heads) * Softmax::floats(m.head_dim);
   }
 
-  // q, out: rows of heads * head_dim from the tile's first row on.
-  void run(int kv_head, int count, const int32_t* positions, const int32_t* table, const Activation* q, Activation* out,
-           int64_t q_stride, int64_t out_stride) {
+  // q, out: rows of heads * head_dim from the tile's first row on, `stride` apart.
+  void run(int kv_head, int count, const int32_t* positions, const int32_t* table, const Activation* q, float* out,
+           int64_t stride) {
     const int dims = model_.head_dim, repeats = model_.heads / model_.kv_heads;
     const float scale = 1.0f / std::sqrt(static_cast<float>(dims)) * kLog2E;
     Softmax states[kTileQueries][64];
@@ -130,7 +105,7 @@ class Attention {
       for (int r = 0; r < count; r++) {
         const int left = positions[r] - b * kBlockTokens + 1, valid = left < kBlockTokens ? left : kBlockTokens;
         if (valid <= 0) continue;
-        const Activation* rows = q + r * q_stride + static_cast<int64_t>(kv_head) * repeats * dims;
+        const Activation* rows = q + r * stride + static_cast<int64_t>(kv_head) * repeats * dims;
         if (widen)
           attend_wide(valid, scale, rows, states[r]);
         else
@@ -139,7 +114,7 @@ class Attention {
       }
     }
     for (int r = 0; r < count; r++)
-      for (int h = 0; h < repeats; h++) finish(states[r][h], out + r * out_stride + (kv_head * repeats + h) * dims);
+      for (int h = 0; h < repeats; h++) finish(states[r][h], out + r * stride + (kv_head * repeats + h) * dims);
   }
 
  private:
@@ -152,10 +127,10 @@ class Attention {
                                                      model_.head_dim, valid, scale, model_.heads / model_.kv_heads, q,
                                                      states);
   }
-  void finish(Softmax state, Activation* out) const {
+  void finish(Softmax state, float* out) const {
     const F16x whole = set1(1.0f / reduce_add(load(state.sum())));
     for (int d = 0; d < model_.head_dim; d += 16)
-      store_activation(out + d, activation<Config::kRound>(mul(load(state.out() + d), whole)));
+      store(out + d, mul(load(state.out() + d), whole));
   }
 
   const Model& model_;

@@ -17,6 +17,15 @@ void pack_codes4(const uint8_t* const (&rows)[32], uint8_t* to) {
     }
 }
 
+void pack_codes8(const uint8_t* const (&rows)[32], uint8_t* to) {
+  for (int n = 0; n < 32; n++)
+    for (int k = 0; k < 32; k += 4) {
+      const uint8_t* from = rows[n] + k;
+      const uint8_t word[4] = {from[0], from[2], from[1], from[3]};
+      std::memcpy(to + k * 32 + n * 4, word, 4);
+    }
+}
+
 template <int kBytes, int kInputs>  // words of kInputs inputs of kBytes bytes each
 void pack_words(const uint8_t* const (&rows)[32], uint8_t* to) {
   for (int n = 0; n < 32; n++)
@@ -29,7 +38,7 @@ void pack_block(int32_t kind, const uint8_t* const (&rows)[32], uint8_t* to) {
     case kCodes4:
       return pack_codes4(rows, to);
     case kCodes8:
-      return pack_words<1, 4>(rows, to);
+      return pack_codes8(rows, to);
     case kBf16:
       return pack_words<2, 2>(rows, to);
     case kF16:

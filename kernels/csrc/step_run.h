@@ -25,14 +25,14 @@ class StepOf final : public Step {
   using Mode = typename Config::Mode;
   using Activation = typename Mode::Activation;
   using Element = typename Config::Kv::Element;
-  using Inputs = Rows<Activation>;
+  using Forms = typename Inputs<Config>::Forms;
   static constexpr int kOwnRows = 2;       // up to here every thread norms the rows for itself: cheaper than a phase
   static constexpr int kLayerPhases = 10;  // at most: five steps of preparation, each with the phase that needs it
 
   struct alignas(64) Thread {
     PanelScratch panel;
-    Buffer<float> attention, sums;
-    Buffer<Activation> rows;
+    Buffer<float> attention, normed;
+    Inputs<Config> inputs;
   };
 
  public:
@@ -41,8 +41,8 @@ class StepOf final : public Step {
     widest_ = std::max({model.hidden_padded, model.ffn_padded, 32 * model.layers[0].o.blocks});
     for (auto& t : threads_) {
       t.attention.reserve(Attention<Config>::scratch_floats(model));
-      t.sums.reserve(kOwnRows * (widest_ / 32));
-      t.rows.reserve(kOwnRows * widest_);
+      t.normed.reserve(model.hidden_padded);
+      t.inputs.reserve(kOwnRows, widest_);
     }
   }
 
@@ -54,21 +54,16 @@ class StepOf final : public Step {
       crew.run(batch.rows, spread(crew, batch.rows),
                [&](int r) { dense_row(model_.embedding, batch.tokens[r], x_row(r)); });
       for (int l = 0; l < model_.n_layers; l++) layer(crew, batch, l);
-      crew.run(batch.logit_rows, spread(crew, batch.logit_rows), [&](int i) {
-        Activation* to = final_.get() + static_cast<int64_t>(i) * model_.hidden_padded;
-        rms_norm<Config>(x_row(batch.logit_row[i]), model_.output_norm, model_.hidden, model_.hidden_padded,
-                         model_.norm_epsilon, to);
-        group_sums(to, model_.hidden_padded, final_sums_.get() + static_cast<int64_t>(i) * (model_.hidden_padded / 32));
-      });
+      crew.run(batch.logit_rows, spread(crew, batch.logit_rows),
+               [&](int i) { norm(crew, batch.logit_row[i], model_.output_norm, final_, i, {&model_.head}); });
     });
   }
 
   void head(int begin, int end, float* logits) override {
-    const int64_t width = model_.hidden_padded, vocabulary = model_.vocabulary;
-    const Inputs in = Inputs{final_.get(), width, final_sums_.get(), width / 32}.from(begin);
+    const int64_t vocabulary = model_.vocabulary;
     start([&](Crew& crew) {
       product(
-          crew, {&model_.head}, end - begin, [] {}, [&] { return in; },
+          crew, {&model_.head}, model_.hidden_padded, begin, end - begin, [] {}, [&]() -> auto& { return final_; },
           [&](int row, int rows, int panel, const float* acc) {
             const int64_t column = int64_t{32} * panel, n = std::min<int64_t>(32, vocabulary - column);
             for (int r = 0; r < rows; r++)
@@ -99,14 +94,12 @@ class StepOf final : public Step {
     qkv_width_ = 32 * (layer.q.panels + layer.k.panels + layer.v.panels);
     heads_width_ = 32 * layer.o.blocks;
     x_.reserve(rows * model_.hidden_padded);
-    normed_.reserve(rows * model_.hidden_padded);
     qkv_.reserve(rows * qkv_width_);
     q_.reserve(rows * heads_width_);
     attended_.reserve(rows * heads_width_);
     gated_.reserve(rows * model_.ffn_padded);
-    sums_.reserve(rows * (widest_ / 32));
-    final_.reserve(logit_rows * model_.hidden_padded);
-    final_sums_.reserve(logit_rows * (model_.hidden_padded / 32));
+    inputs_.reserve(rows, widest_);
+    final_.reserve(logit_rows, model_.hidden_padded);
   }
 
   // Neighbouring rows of one sequence share a walk over its KV.
@@ -135,10 +128,11 @@ class StepOf final : public Step {
            l * model_.kv_blocks * model_.kv_heads * 2 * kBlockTokens * model_.head_dim;
   }
 
-  // Every panel of the matrices, for all rows in chunks: done(first row, rows, panel counted over all matrices, acc).
+  // Every panel of the matrices, for rows of `width` inputs from `first` on, in chunks: done(row counted from `first`,
+  // rows, panel counted over all matrices, acc).
   template <class Setup, class Source, class Done>
-  void product(Crew& crew, std::initializer_list<const Matrix*> matrices, int rows, Setup&& setup, Source&& source,
-               Done&& done) {
+  void product(Crew& crew, std::initializer_list<const Matrix*> matrices, int64_t width, int first, int rows,
+               Setup&& setup, Source&& source, Done&& done) {
     int panels = 0;
     for (const Matrix* m : matrices) panels += m->panels;
     const int chunks = (rows + kChunkRows - 1) / kChunkRows;
@@ -150,51 +144,49 @@ class StepOf final : public Step {
       const Matrix* const* m = matrices.begin();
       while (local >= (*m)->panels) local -= (*m++)->panels;
       PanelScratch& scratch = threads_[crew.thread()].panel;
-      multiply_panel<Mode>(**m, local, source().from(begin), n, scratch);
+      source().multiply(**m, local, width, first + begin, n, scratch);
       done(begin, n, panel, scratch.acc);
     });
   }
 
-  // A product of the normed residual.
-  template <class Done>
-  void normed_product(Crew& crew, std::initializer_list<const Matrix*> matrices, int rows, const float* norm,
-                      Done&& done) {
-    const int n = model_.hidden_padded;
-    Thread& own = threads_[crew.thread()];
+  // The same for rows that set(row, inputs) prepares: in a phase of their own, or by every thread for itself.
+  template <class Set, class Done>
+  void prepared_product(Crew& crew, std::initializer_list<const Matrix*> matrices, int64_t width, int rows, Set&& set,
+                        Done&& done) {
     const bool alone = rows <= kOwnRows;
-    Activation* to = alone ? own.rows.get() : normed_.get();
-    float* sums = alone ? own.sums.get() : sums_.get();
-    auto one = [=, this](int r) {
-      rms_norm<Config>(x_row(r), norm, model_.hidden, n, model_.norm_epsilon, to + static_cast<int64_t>(r) * n);
-      group_sums(to + static_cast<int64_t>(r) * n, n, sums + static_cast<int64_t>(r) * (n / 32));
+    Inputs<Config>& inputs = alone ? threads_[crew.thread()].inputs : inputs_;
+    if (!alone) crew.run(rows, spread(crew, rows), [&](int r) { set(r, inputs); });
+    auto setup = [&] {
+      for (int r = 0; alone && r < rows; r++) set(r, inputs);
     };
-    if (!alone) crew.run(rows, spread(crew, rows), one);
-    auto setup = [=] {
-      for (int r = 0; alone && r < rows; r++) one(r);
-    };
-    product(crew, matrices, rows, setup, [=] { return Inputs{to, n, sums, n / 32}; }, done);
+    product(crew, matrices, width, 0, rows, setup, [&]() -> auto& { return inputs; }, done);
+  }
+
+  // Row `row` of the residual, normed: row `at` of `to`.
+  void norm(Crew& crew, int row, const float* weight, Inputs<Config>& to, int at, Forms forms) {
+    const int n = model_.hidden_padded;
+    float* normed = threads_[crew.thread()].normed.get();
+    rms_norm(x_row(row), weight, model_.hidden, n, model_.norm_epsilon, normed);
+    to.set(at, n, normed, forms);
+  }
+
+  template <class Done>
+  void normed_product(Crew& crew, std::initializer_list<const Matrix*> matrices, int rows, const float* weight,
+                      Done&& done) {
+    auto set = [&](int r, Inputs<Config>& to) { norm(crew, r, weight, to, r, matrices); };
+    prepared_product(crew, matrices, model_.hidden_padded, rows, set, done);
   }
 
   // A product of rows that lie in `x`, added to the residual.
-  void residual_product(Crew& crew, const Matrix& matrix, int rows, const Activation* x) {
-    const int n = 32 * matrix.blocks;
-    const bool alone = rows <= kOwnRows, wanted = matrix.minimum != kNone;
-    float* sums = alone ? threads_[crew.thread()].sums.get() : sums_.get();
-    auto one = [=](int r) {
-      group_sums(x + static_cast<int64_t>(r) * n, n, sums + static_cast<int64_t>(r) * (n / 32));
-    };
-    if (wanted && !alone) crew.run(rows, spread(crew, rows), one);
-    auto setup = [=] {
-      for (int r = 0; wanted && alone && r < rows; r++) one(r);
-    };
-    product(
-        crew, {&matrix}, rows, setup, [=] { return Inputs{x, n, sums, n / 32}; },
-        [&](int row, int count, int panel, const float* acc) {
-          for (int r = 0; r < count; r++) {
-            float* to = x_row(row + r) + 32 * panel;
-            for (int s = 0; s < 32; s += 16) store(to + s, add(load(to + s), load(acc + r * 32 + s)));
-          }
-        });
+  void residual_product(Crew& crew, const Matrix& matrix, int rows, const float* x) {
+    const int64_t width = int64_t{32} * matrix.blocks;
+    auto set = [&](int r, Inputs<Config>& to) { to.set(r, width, x + r * width, {&matrix}); };
+    prepared_product(crew, {&matrix}, width, rows, set, [&](int row, int count, int panel, const float* acc) {
+      for (int r = 0; r < count; r++) {
+        float* to = x_row(row + r) + 32 * panel;
+        for (int s = 0; s < 32; s += 16) store(to + s, add(load(to + s), load(acc + r * 32 + s)));
+      }
+    });
   }
 
   void layer(Crew& crew, const Batch& batch, int l) {
@@ -214,8 +206,7 @@ class StepOf final : public Step {
                    [&](int row, int rows, int panel, const float* acc) {
                      for (int r = 0; r < rows; r++) {
                        const F16x gated = mul(silu(load(acc + r * 32)), load(acc + r * 32 + 16));
-                       store_activation(gated_.get() + static_cast<int64_t>(row + r) * model_.ffn_padded + 16 * panel,
-                                        activation<Config::kRound>(gated));
+                       store(gated_.get() + static_cast<int64_t>(row + r) * model_.ffn_padded + 16 * panel, gated);
                      }
                    });
     residual_product(crew, layer.down, batch.rows, gated_.get());
@@ -251,7 +242,7 @@ class StepOf final : public Step {
       const int64_t at = static_cast<int64_t>(tile.first) * heads_width_;
       Attention<Config>(model_, kv, threads_[crew.thread()].attention.get())
           .run(kv_head, tile.count, batch.positions + tile.first, table_of(batch, tile.first), q_.get() + at,
-               attended_.get() + at, heads_width_, heads_width_);
+               attended_.get() + at, heads_width_);
     });
   }
 
@@ -265,8 +256,9 @@ class StepOf final : public Step {
   std::vector<Phase> phases_;
   std::vector<QueryTile> tiles_;
   int64_t widest_ = 0, qkv_width_ = 0, heads_width_ = 0;
-  Buffer<float> x_, qkv_, sums_, final_sums_;
-  Buffer<Activation> normed_, q_, attended_, gated_, final_;
+  Buffer<float> x_, qkv_, attended_, gated_;
+  Buffer<Activation> q_;
+  Inputs<Config> inputs_, final_;
 };
 
 }  // namespace offbook

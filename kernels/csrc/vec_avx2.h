@@ -9,6 +9,7 @@ constexpr const char* kVectorName = "AVX2";
 
 constexpr int kVectors = 8;      // how many F16x the registers hold
 constexpr int kTileRows = 6;     // rows of a product whose sums live in registers at once
+constexpr int kWordTileRows = 6;  // the same for 16-bit words
 constexpr int kHeadsAtOnce = 3;  // query heads whose scores do
 
 struct F16x {
@@ -70,7 +71,37 @@ template <int N>
 OFFBOOK_INLINE I16x shift_signed(I16x x) {
   return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
 }
+// the same for 32 lanes of 16 bits
+template <int N>
+OFFBOOK_INLINE I16x shift_words_left(I16x x) {
+  return {_mm256_slli_epi16(x.a, N), _mm256_slli_epi16(x.b, N)};
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_words_right(I16x x) {
+  return {_mm256_srli_epi16(x.a, N), _mm256_srli_epi16(x.b, N)};
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_words_signed(I16x x) {
+  return {_mm256_srai_epi16(x.a, N), _mm256_srai_epi16(x.b, N)};
+}
+// acc + x.low * y.low + x.high * y.high, halves of a lane as signed 16-bit numbers
+OFFBOOK_INLINE I16x dot_words(I16x acc, I16x x, I16x y) {
+  return add(acc, {_mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b)});
+}
+OFFBOOK_INLINE I16x broadcast_words(const int16_t* two) {
+  int32_t both;
+  std::memcpy(&both, two, 4);
+  return set1i(both);
+}
 OFFBOOK_INLINE F16x to_float(I16x x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+// the nearest integer, ties to even
+OFFBOOK_INLINE I16x to_integer(F16x x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+// the lower 16 bits of each lane
+OFFBOOK_INLINE void store_words(int16_t* p, I16x x) {
+  const I16x u = bit_and(x, set1i(0xffff));
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(u.a, u.b), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
 OFFBOOK_INLINE F16x from_bits(I16x x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 OFFBOOK_INLINE I16x bits(F16x x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 

@@ -7,6 +7,9 @@ namespace offbook {
 #if defined(__AVX512BF16__)
 constexpr const char* kVectorName = "AVX-512 BF16";
 #define OFFBOOK_PAIR_DOT 1
+#elif defined(__AVX512VNNI__)
+constexpr const char* kVectorName = "AVX-512 VNNI";
+#define OFFBOOK_PAIR_DOT 0
 #else
 constexpr const char* kVectorName = "AVX-512";
 #define OFFBOOK_PAIR_DOT 0
@@ -14,6 +17,7 @@ constexpr const char* kVectorName = "AVX-512";
 
 constexpr int kVectors = 32;     // how many F16x the registers hold
 constexpr int kTileRows = 6;     // rows of a product whose sums live in registers at once
+constexpr int kWordTileRows = 6;  // the same for 16-bit words
 constexpr int kHeadsAtOnce = 3;  // query heads whose scores do
 
 struct F16x {
@@ -57,7 +61,39 @@ template <int N>
 OFFBOOK_INLINE I16x shift_signed(I16x x) {
   return {_mm512_srai_epi32(x.a, N)};
 }
+// the same for 32 lanes of 16 bits
+template <int N>
+OFFBOOK_INLINE I16x shift_words_left(I16x x) {
+  return {_mm512_slli_epi16(x.a, N)};
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_words_right(I16x x) {
+  return {_mm512_srli_epi16(x.a, N)};
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_words_signed(I16x x) {
+  return {_mm512_srai_epi16(x.a, N)};
+}
+// acc + x.low * y.low + x.high * y.high, halves of a lane as signed 16-bit numbers
+OFFBOOK_INLINE I16x dot_words(I16x acc, I16x x, I16x y) {
+#if defined(__AVX512VNNI__)
+  return {_mm512_dpwssd_epi32(acc.a, x.a, y.a)};
+#else
+  return {_mm512_add_epi32(acc.a, _mm512_madd_epi16(x.a, y.a))};
+#endif
+}
+OFFBOOK_INLINE I16x broadcast_words(const int16_t* two) {
+  int32_t both;
+  std::memcpy(&both, two, 4);
+  return set1i(both);
+}
 OFFBOOK_INLINE F16x to_float(I16x x) { return {_mm512_cvtepi32_ps(x.a)}; }
+// the nearest integer, ties to even
+OFFBOOK_INLINE I16x to_integer(F16x x) { return {_mm512_cvtps_epi32(x.a)}; }
+// the lower 16 bits of each lane
+OFFBOOK_INLINE void store_words(int16_t* p, I16x x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.a));
+}
 OFFBOOK_INLINE F16x from_bits(I16x x) { return {_mm512_castsi512_ps(x.a)}; }
 OFFBOOK_INLINE I16x bits(F16x x) { return {_mm512_castps_si512(x.a)}; }
 
@@ -107,17 +143,6 @@ OFFBOOK_INLINE Pair broadcast_pair(const uint16_t* p) {
 }
 // acc = fma(odd, odd, acc); acc = fma(even, even, acc)
 OFFBOOK_INLINE F16x dot_pair(F16x acc, Pair x, Pair y) { return {_mm512_dpbf16_ps(acc.a, x.a, y.a)}; }
-// Nibble n of each 16-bit lane through a table of the bf16 values 0..15.
-template <int N>
-OFFBOOK_INLINE Pair pair_of_nibbles(I16x x) {
-  alignas(64) static constexpr uint16_t kCodes[32] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                      0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-                                                      0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                      0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-  const __m512i shifted = N == 0 ? x.a : _mm512_srli_epi16(x.a, 4 * N);
-  return {
-      (__m512bh)_mm512_permutexvar_epi16(shifted, _mm512_load_si512(kCodes))};  // an index's 5th bit changes nothing
-}
 #endif
 
 }  // namespace offbook

@@ -9,6 +9,7 @@ constexpr const char* kVectorName = "scalar";
 
 constexpr int kVectors = 8;      // how many F16x the registers hold
 constexpr int kTileRows = 1;     // rows of a product whose sums live in registers at once
+constexpr int kWordTileRows = 1;  // the same for 16-bit words
 constexpr int kHeadsAtOnce = 1;  // query heads whose scores do
 
 struct F16x {
@@ -99,8 +100,46 @@ template <int N>
 OFFBOOK_INLINE I16x shift_signed(I16x x) {
   return lanes<I16x>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(x.a[i]) >> N); });
 }
+// the same for 32 lanes of 16 bits
+OFFBOOK_INLINE uint32_t both_halves(uint32_t low, uint32_t high) { return (low & 0xffffu) | high << 16; }
+template <int N>
+OFFBOOK_INLINE I16x shift_words_left(I16x x) {
+  return lanes<I16x>([&](int i) { return both_halves(x.a[i] << N, x.a[i] >> 16 << N); });
+}
+template <int N>
+OFFBOOK_INLINE I16x shift_words_right(I16x x) {
+  return lanes<I16x>([&](int i) { return both_halves((x.a[i] & 0xffffu) >> N, x.a[i] >> 16 >> N); });
+}
+OFFBOOK_INLINE int32_t low_half(uint32_t u) { return static_cast<int16_t>(u); }
+OFFBOOK_INLINE int32_t high_half(uint32_t u) { return static_cast<int16_t>(u >> 16); }
+template <int N>
+OFFBOOK_INLINE I16x shift_words_signed(I16x x) {
+  return lanes<I16x>([&](int i) {
+    return both_halves(static_cast<uint32_t>(low_half(x.a[i]) >> N), static_cast<uint32_t>(high_half(x.a[i]) >> N));
+  });
+}
+// acc + x.low * y.low + x.high * y.high, halves of a lane as signed 16-bit numbers
+OFFBOOK_INLINE I16x dot_words(I16x acc, I16x x, I16x y) {
+  return lanes<I16x>([&](int i) {
+    const int32_t low = low_half(x.a[i]) * low_half(y.a[i]), high = high_half(x.a[i]) * high_half(y.a[i]);
+    return acc.a[i] + static_cast<uint32_t>(low) + static_cast<uint32_t>(high);
+  });
+}
+OFFBOOK_INLINE I16x broadcast_words(const int16_t* two) {
+  int32_t both;
+  std::memcpy(&both, two, 4);
+  return set1i(both);
+}
 OFFBOOK_INLINE F16x to_float(I16x x) {
   return lanes<F16x>([&](int i) { return static_cast<float>(static_cast<int32_t>(x.a[i])); });
+}
+// the nearest integer, ties to even
+OFFBOOK_INLINE I16x to_integer(F16x x) {
+  return lanes<I16x>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(std::nearbyintf(x.a[i]))); });
+}
+// the lower 16 bits of each lane
+OFFBOOK_INLINE void store_words(int16_t* p, I16x x) {
+  for (int i = 0; i < 16; i++) p[i] = static_cast<int16_t>(x.a[i]);
 }
 OFFBOOK_INLINE F16x from_bits(I16x x) {
   return lanes<F16x>([&](int i) { return float_of(x.a[i]); });
