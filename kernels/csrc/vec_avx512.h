@@ -17,7 +17,7 @@ constexpr const char* kVectorName = "AVX-512";
 
 constexpr int kVectors = 32;     // how many F16x the registers hold
 constexpr int kTileRows = 6;     // rows of a product whose sums live in registers at once
-constexpr int kWordTileRows = 6;  // the same for 16-bit words
+constexpr int kWordTileRows = 8;  // the same for 16-bit words
 constexpr int kHeadsAtOnce = 3;  // query heads whose scores do
 
 struct F16x {
