@@ -31,24 +31,29 @@ __attribute__((noinline)) void tile_groups(const Scales& scales, int group0, int
       for (auto& v : row) v = Mode::none();
     const int64_t g32 = static_cast<int64_t>(group0 + g) * G / 32;
     const uint8_t* at = codes + g * G / 32 * block_bytes + g * G % 32 / 8 * Reader::kOctetBytes;
-    if constexpr (!std::is_same_v<Reader, typename Mode::Wide>)
-     if (s == 0)
-      prefetch_bytes(at + kAhead, static_cast<int>(block_bytes * G / 32));
+    constexpr bool kFromMemory = !std::is_same_v<Reader, typename Mode::Wide>;
+    if (kFromMemory && s == 0) prefetch_bytes(at + kAhead, static_cast<int>(block_bytes * G / 32));
     const auto* x = in.x + static_cast<int64_t>(group0 + g) * G;
 #pragma GCC unroll 1
     for (int k = 0; k < G; k += 8, at += Reader::kOctetBytes)
       Mode::template octet<Reader, R, C>(sum, at, s, x + k, in.stride);
     const uint8_t* row = scales.row<G>(group0 + g);
-    for (int c = 0; c < C; c++) {
-      const F16x d = scales.scale(row, s + c);
-      const F16x low = scales.minimum ? scales.min(row, d, s + c) : zero();
-      for (int r = 0; r < R; r++) {
-        float* to = acc + r * 32 + (s + c) * 16;
-        F16x total = Mode::fold(sum[r][c], d, in.scales + r * in.groups + g32, load(to));
-        if (scales.minimum) total = fma(low, broadcast(in.sums + r * in.groups + g32), total);
-        store(to, total);
-      }
-    }
+    auto fold = [&](auto with_min) OFFBOOK_LAMBDA {
+      unroll<C>([&](auto c) OFFBOOK_LAMBDA {
+        const F16x d = scales.scale(row, s + c);
+        const F16x low = with_min ? scales.min(row, d, s + c) : zero();
+        unroll<R>([&](auto r) OFFBOOK_LAMBDA {
+          float* to = acc + r * 32 + (s + c) * 16;
+          F16x total = Mode::fold(sum[r][c], d, in.scales + r * in.groups + g32, load(to));
+          if (with_min) total = fma(low, broadcast(in.sums + r * in.groups + g32), total);
+          store(to, total);
+        });
+      });
+    };
+    if (scales.minimum)
+      fold(std::true_type{});
+    else
+      fold(std::false_type{});
   }
 }
 

@@ -214,7 +214,7 @@ def main() -> None:
     table: dict[str, dict[str, float]] = {}
     for name in options.cases:
         runs = [
-            trio.run(drive, options.url, options.model, CASES[name], options.schema, random.Random(options.seed + i))
+            trio.run(drive, options.url, options.model, CASES[name], options.schema, random.Random(f"{options.seed} {name} {i}"))
             for i in range(options.repeat)
         ]
         row = {key: round(statistics.median(r[key] for r in runs), 2) for key in runs[0]}
