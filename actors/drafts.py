@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import sqrt
 from typing import Protocol
 
-FIRST_WIDTH = 4  # drafts of a first try; doubled while all of them are right
-WIDTH_MAX = 64
+FIRST_RUN = 4  # how many right guesses in a row are expected before anything is known
+FIXED_COST = 2.5  # what a step costs whatever its rows, in rows (measured: one stream of the default model)
 FREE_WASTE = 4  # refused drafts that need no merit
 WASTE_PERIOD = 16  # one more refused draft is free every so many tokens
 NEARBY = 8  # how far around the expected place a single equal token is enough to go on from
+SKIPPED = 2  # the same right after the first miss: beyond it, a replaced token is likelier than a skipped passage
 
 
 class Drafter(Protocol):
@@ -39,7 +41,8 @@ class _Patience:
     def __init__(self) -> None:
         self.drafted = 0
         self.matched = 0
-        self._width = FIRST_WIDTH
+        self._misses = 0  # proposals that were not right to their end
+        self._barren = 0  # proposals in a row of which nothing was right
         self._agreed = 0  # output tokens that were foreseen, proposed or not
         self._begin = 0  # where in the tokens the latest proposal began
         self._proposal: list[int] = []
@@ -56,12 +59,20 @@ class _Patience:
         while right < len(proposal) and begin + right < len(tokens) and tokens[begin + right] == proposal[right]:
             right += 1
         self.matched += right
-        self._width = min(2 * self._width, WIDTH_MAX) if right == len(proposal) else max(1, right)
+        self._misses += right < len(proposal)
+        self._barren = 0 if right else self._barren + 1
 
     def _allowance(self, n_output: int, most: int) -> int:
         """How many drafts may be risked now."""
         wasted = self.drafted - self.matched
-        return min(most, self._width, FREE_WASTE + self._agreed + n_output // WASTE_PERIOD - wasted)
+        return min(most, self._width(), FREE_WASTE + self._agreed + n_output // WASTE_PERIOD - wasted)
+
+    def _width(self) -> int:
+        """Where right guesses come in runs of ``run`` on average, sqrt(2 cost run) drafts a step give the most tokens
+        for the time: the tokens lost beyond a miss then weigh as much as the steps saved. A quarter of it for each
+        proposal in a row that came to nothing."""
+        run = (self._agreed + FIRST_RUN) / (self._misses + 1)
+        return max(1, round(sqrt(2 * FIXED_COST * run)) >> 2 * self._barren)
 
     def _remember(self, tokens: Sequence[int], proposal: list[int]) -> list[int]:
         self._proposal, self._begin = proposal, len(tokens)
@@ -70,8 +81,8 @@ class _Patience:
 
 
 class Prediction(_Patience):
-    """Follows a predicted output. Where the answer departs from it, it finds its place again: at the next token that
-    stands near the expected place, or at the next two that stand anywhere, the nearest first."""
+    """Follows a predicted output. Where the answer departs from it, it first takes one token for replaced; after that it
+    finds its place again at a token that stands near the expected place, or at two that stand anywhere, nearest first."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         super().__init__()
@@ -111,14 +122,16 @@ class Prediction(_Patience):
             return
         self._astray += 1
         self._sure = 0
-        self._next = self._nearby(token)
-        if self._next is None and at > n_prompt:
-            self._next = self._anywhere((tokens[at - 1], token))
+        first = self._astray == 1
+        self._next = self._nearby(token, SKIPPED if first else NEARBY)
+        if self._next is None:
+            self._next = self._home + 1 if first else self._anywhere((tokens[at - 1], token))
 
-    def _nearby(self, token: int) -> int | None:
-        """The place after ``token`` close to where it would stand had the answer gone on, skipped or replaced."""
+    def _nearby(self, token: int, reach: int) -> int | None:
+        """The place after ``token`` closest to where it would stand had the answer only replaced what lies between."""
         expected = self._home + self._astray - 1
-        for place in range(max(self._home, expected - NEARBY), min(expected + NEARBY, len(self._ids))):
+        places = range(max(self._home, expected - reach), min(expected + reach + 1, len(self._ids)))
+        for place in sorted(places, key=lambda place: abs(place - expected)):
             if self._ids[place] == token:
                 return place + 1
         return None

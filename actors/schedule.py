@@ -77,7 +77,8 @@ class Scheduler:
         self.prefix = PrefixCache(pool)
         self.budget = budget
         self.running_max = running_max
-        self.drafts_max = drafts_max
+        self.drafts_max = drafts_max  # a step; rows pay while a step's fixed cost is shared by few
+        self._draft_share = drafts_max  # of this for each sequence's guesses; forced tokens are no guesses
         self.running: list[Sequence] = []  # by arrival
         self.waiting: deque[Sequence] = deque()  # by arrival; preempted ones are older, so they come first
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -105,7 +106,9 @@ class Scheduler:
         """The next step, or None when there is nothing to do."""
         plan = Plan(step_id)
         self._last_step = step_id - 1  # steps run one at a time: all before this one are done
-        left = self.budget.prefill(sum(s.decoding for s in self.running))
+        decoding = sum(s.decoding for s in self.running)
+        self._draft_share = self.drafts_max // max(decoding, 1)
+        left = self.budget.prefill(decoding)
         for sequence in list(self.running):
             if sequence.state is not State.RUNNING:
                 continue  # made room for an older one just now
@@ -151,7 +154,7 @@ class Scheduler:
             return []  # inside a thinking block, with a grammar waiting: a draft could close the block
         drafts = sequence.matcher.forced_tokens()[:most] if sequence.matcher is not None else []
         if sequence.drafter is not None and not drafts:
-            drafts = sequence.drafter.propose(sequence.tokens, sequence.n_prompt, most)
+            drafts = sequence.drafter.propose(sequence.tokens, sequence.n_prompt, min(most, self._draft_share))
         if drafts and sequence.matcher is not None:
             drafts = drafts[: sequence.matcher.accepts(drafts)]
         return drafts

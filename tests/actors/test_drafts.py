@@ -59,6 +59,14 @@ def test_a_prediction_with_edits_keeps_its_speed(seed: int) -> None:
     assert fed < 2 * len(answer), seed
 
 
+def test_a_replaced_token_does_not_stop_the_drafts() -> None:
+    answer = words(3, 512)
+    prediction = [9000 + i if i % 20 == 10 else token for i, token in enumerate(answer)]
+    steps, fed, _ = run(Prediction(prediction), [7], answer, most=32)
+    assert steps < 4 * 512 / 20  # each replaced token costs its own step, a shared one and a rare wrong guess
+    assert fed < 1.5 * len(answer)
+
+
 def test_it_finds_its_place_after_a_long_insertion_and_a_long_deletion() -> None:
     prediction = list(range(1000, 1400))
     answer = prediction[:100] + list(range(3000, 3100)) + prediction[100:200] + prediction[300:]
