@@ -84,6 +84,13 @@ class Client:
         self._stream: trio.SocketStream | None = None
 
     async def ask(self, body: dict[str, object]) -> Reply:
+        reused = self._stream is not None
+        reply = await self._ask(body)
+        if reply.status == 0 and reused:  # the server had closed the idle connection
+            reply = await self._ask(body)
+        return reply
+
+    async def _ask(self, body: dict[str, object]) -> Reply:
         if self._stream is None:
             self._stream = await trio.open_tcp_stream(self._host, self._port)
         raw = json.dumps(body).encode()
@@ -112,7 +119,7 @@ def _complete(data: bytearray) -> bool:
     lowered = head.lower()
     if b"content-length:" in lowered:
         return len(body) >= int(lowered.split(b"content-length:")[1].split(b"\r\n")[0])
-    return data.endswith(b"0\r\n\r\n")
+    return body.endswith(b"\r\n0\r\n\r\n")
 
 
 def _reply(data: bytes, sent: float, stamps: list[float]) -> Reply:
