@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_cpu_step.py [--model PATH] [--threads N] [--dtype bfloat16] [--context 192] [--json]
 
 A step's floor is the larger of its bytes (weights once, KV of every row) at the measured read bandwidth and its
-floating-point work at the measured peak. Best and median of several steps; other work on the machine shows at once, so
+products at the measured peak (of 16-bit words, as codes are multiplied; the peak of floats is half of it). Best and median of several steps; other work on the machine shows at once, so
 compare ratios within one run.
 """
 
@@ -35,7 +35,7 @@ READ_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    gflops: float
+    gops: float
     read_gb: float
 
 
@@ -58,12 +58,12 @@ def measure_limits(threads: int) -> Limits:
         source = str(Path(__file__).with_name("cpu_limits.cpp"))
         subprocess.run([compiler(), *flags, "-o", target, source], check=True)
         library = ctypes.CDLL(target)
-    library.limit_gflops.restype = library.limit_read_gb.restype = ctypes.c_double
+    library.limit_gops.restype = library.limit_read_gb.restype = ctypes.c_double
     memory = huge_array(READ_BYTES + 4096)
     memory[:] = 1
     address, size = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(READ_BYTES)
-    gflops = max(library.limit_gflops(threads) for _ in range(5))
-    return Limits(gflops, max(library.limit_read_gb(threads, address, size) for _ in range(9)))
+    gops = max(library.limit_gops(threads) for _ in range(5))
+    return Limits(gops, max(library.limit_read_gb(threads, address, size) for _ in range(9)))
 
 
 def decode_batch(spec: ModelSpec, rows: int, context: int) -> StepBatch:
@@ -102,7 +102,7 @@ def floor_ms(device: CpuDevice, spec: ModelSpec, batch: StepBatch, limits: Limit
     sequences = int(batch.row_sequence.max()) + 1
     kv_seen = sum(int(batch.positions[batch.row_sequence == s].max()) + 1 for s in range(sequences))
     moved = device.weight_bytes + spec.n_layers * 2 * kv * kv_seen * element_bytes
-    return 1e3 * max(flops / limits.gflops / 1e9, moved / limits.read_gb / 1e9)
+    return 1e3 * max(flops / limits.gops / 1e9, moved / limits.read_gb / 1e9)
 
 
 def time_step(device: CpuDevice, batch: StepBatch, budget_s: float) -> list[float]:
@@ -129,7 +129,7 @@ def main() -> int:
     files = open_model(args.model or fetch_default_model())
     spec = files.spec
     started = time.perf_counter()
-    device = CpuDevice(spec, files.weights, kv_bytes=512 << 20, threads=args.threads, dtype=args.dtype, slots=1)
+    device = CpuDevice(spec, files.weights, kv_bytes=1 << 30, threads=args.threads, dtype=args.dtype, slots=1)
     load_s = time.perf_counter() - started
     limits = measure_limits(args.threads)
     element = 2 if "bfloat16" in device.name else 4
@@ -150,7 +150,7 @@ def main() -> int:
         return 0
     megabytes = device.weight_bytes / 1e6
     sys.stdout.write(f"{device.name}; loaded in {load_s:.2f} s, weights {megabytes:.1f} MB; context {args.context}\n")
-    sys.stdout.write(f"limits: {limits.gflops:.0f} GFLOP/s, {limits.read_gb:.1f} GB/s\n")
+    sys.stdout.write(f"limits: {limits.gops:.0f} G operations/s, {limits.read_gb:.1f} GB/s\n")
     sys.stdout.write(f"{'case':12} {'best ms':>9} {'median':>9} {'tok/s':>7} {'floor ms':>9} {'share':>6}\n")
     for r in rows:
         times_text = f"{r.best_ms:9.2f} {r.median_ms:9.2f}"

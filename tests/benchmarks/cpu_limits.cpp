@@ -1,10 +1,14 @@
-// What this machine can do at most: fused multiply-adds and reads of memory, on n threads at once. For bench_cpu_step.py.
+// What this machine can do at most: multiply-adds of 16-bit words (or floats where it has nothing better) and reads of
+// memory, on n threads at once. For bench_cpu_step.py.
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <thread>
 #include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -18,32 +22,43 @@ double seconds(int threads, Work&& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
+// acc + x y, twice `kProducts` operations each.
+#if defined(__AVX512VNNI__)
+typedef __m512i Vector;
+constexpr int kProducts = 32;
+inline Vector multiply_add(Vector acc, Vector x, Vector y) { return _mm512_dpwssd_epi32(acc, x, y); }
+#elif defined(__AVX2__)
+typedef __m256i Vector;
+constexpr int kProducts = 16;
+inline Vector multiply_add(Vector acc, Vector x, Vector y) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(x, y));
+}
 #else
-constexpr int kLanes = 8;
+typedef float Vector __attribute__((vector_size(16)));
+constexpr int kProducts = 4;
+inline Vector multiply_add(Vector acc, Vector x, Vector y) { return acc * x + y; }
 #endif
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
 
 }  // namespace
 
-// GFLOP/s of independent chains of fused multiply-adds.
-extern "C" __attribute__((visibility("default"))) double limit_gflops(int threads) {
+// 10^9 operations a second (a product and a sum are two) of independent chains.
+extern "C" __attribute__((visibility("default"))) double limit_gops(int threads) {
   constexpr long kTurns = 2000000;
   constexpr int kChains = 12;
-  volatile float sink[64];
+  volatile char sink[64 * sizeof(Vector)];
   const double s = seconds(threads, [&](int t) {
-    Vector acc[kChains], x = Vector{} + 0.999f, y = Vector{} + 0.001f;
-    for (int c = 0; c < kChains; c++) acc[c] = Vector{} + static_cast<float>(c + t);  // equal chains would be merged
+    Vector acc[kChains], x, y;
+    std::memset(&x, t + 1, sizeof x);
+    std::memset(&y, t + 2, sizeof y);
+    for (int c = 0; c < kChains; c++) std::memset(&acc[c], c + t, sizeof acc[c]);  // equal chains would be merged
     for (long i = 0; i < kTurns; i++)
 #pragma GCC unroll 12
-      for (auto& a : acc) a = a * x + y;
-    Vector total = {};
-    for (auto& a : acc) total += a;
-    sink[t % 64] = total[0];
+      for (auto& a : acc) a = multiply_add(a, x, y);
+    for (auto& a : acc)
+      for (size_t i = 0; i < sizeof a; i++) sink[t % 64 * sizeof a + i] = reinterpret_cast<const char*>(&a)[i];
   });
   (void)sink;
-  return 2.0 * kLanes * kChains * kTurns * threads / s / 1e9;
+  return 2.0 * kProducts * kChains * kTurns * threads / s / 1e9;
 }
 
 // GB/s of reading memory once, in order, each thread its own part; lines are asked for in advance.
