@@ -81,8 +81,8 @@ class _Patience:
 
 
 class Prediction(_Patience):
-    """Follows a predicted output. Where the answer departs from it, it first takes one token for replaced; after that it
-    finds its place again at a token that stands near the expected place, or at two that stand anywhere, nearest first."""
+    """Follows a predicted output. Where the answer departs from it, it first takes one token for replaced; after that
+    it finds its place again at a token near the expected place, or at two in a row anywhere, the nearest first."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def _model_options(to: argparse.ArgumentParser) -> None:
     add("--kv-memory", dest="kv_bytes", type=size, default=_ENGINE.kv_bytes, metavar="SIZE", help="KV memory in bytes")
     add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute every prompt anew")
     add("--prompt-lookup", action="store_true", help="draft every answer from its prompt: same answers, often sooner")
-    add("--draft-tokens-max", type=count(1), default=_ENGINE.draft_tokens_max, metavar="N", help="draft tokens a step, for all")
+    add("--draft-tokens-max", type=count(1), default=_ENGINE.draft_tokens_max, metavar="N", help="draft tokens a step")
     add("--think-start", metavar="TEXT", help="text that opens a model's thinking; without it its own <think>")
     add("--think-end", metavar="TEXT", help="text that closes it")
 

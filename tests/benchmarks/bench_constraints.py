@@ -51,7 +51,8 @@ async def one(engine: Engine, prediction: list[int] | None) -> tuple[float, list
     out: list[list[int]] = []
     fields: dict[str, object] = {} if prediction is None else {"speculation": prediction}
     began = time.perf_counter()
-    await generate(engine, out, prompt="Once upon a time", max_tokens=512, ignore_eos=True, temperature=0.8, seed=5, **fields)
+    fields |= {"max_tokens": 512, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+    await generate(engine, out, prompt="Once upon a time", **fields)
     return 512 / (time.perf_counter() - began), out[0]
 
 

@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_cpu_step.py [--model PATH] [--threads N] [--dtype bfloat16] [--context 192] [--json]
 
 A step's floor is the larger of its bytes (weights once, KV of every row) at the measured read bandwidth and its
-products at the measured peak (of 16-bit words, as codes are multiplied; the peak of floats is half of it). Best and median of several steps; other work on the machine shows at once, so
-compare ratios within one run.
+products at the measured peak of 16-bit words, as codes are multiplied (the peak of floats is half of it). Best and
+median of several steps; other work on the machine shows at once, so compare ratios within one run.
 """
 
 from __future__ import annotations

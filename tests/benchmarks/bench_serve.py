@@ -220,10 +220,8 @@ def main() -> None:
     sys.stdout.write(f"limits now: {limits}\n{'case':18}{heads}\n")
     table: dict[str, dict[str, float]] = {}
     for name in options.cases:
-        runs = [
-            trio.run(drive, options.url, options.model, CASES[name], options.schema, random.Random(f"{options.seed} {name} {i}"))
-            for i in range(options.repeat)
-        ]
+        rngs = [random.Random(f"{options.seed} {name} {i}") for i in range(options.repeat)]
+        runs = [trio.run(drive, options.url, options.model, CASES[name], options.schema, rng) for rng in rngs]
         row = {key: round(statistics.median(r[key] for r in runs), 2) for key in runs[0]}
         table[name] = row
         sys.stdout.write(f"{CASES[name].name:18}{row['tok_s']:9.1f}{row['req_s']:8.2f}{row['ttft_ms']:9.1f}"

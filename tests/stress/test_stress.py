@@ -7,24 +7,19 @@ in rounds; ``-s`` shows what happened to whom, and the memory after each round.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import trio
 from crowd import PATH, Crowd, sing, turned_away
-from raw_http import Answered, connect
-from server_process import ServerProcess, server_process
+from raw_http import connect
+from stressed import Stressed, stressed, tell
 
 ROUNDS = 2 * int(os.environ.get("OFFBOOK_STRESS", "1"))
 SEED = 2024
-IMPATIENT = ("--write-timeout", "1", "--keep-alive", "1", "--body-timeout", "1", "--debug", "--log-level", "warning")
 EVERYBODY = {
     "asker": 40, "streamer": 40, "leaver": 100, "churner": 10, "slow_reader": 10, "slow_head": 10, "slow_body": 10,
     "silent": 10, "fool": 20, "babbler": 20,
@@ -32,56 +27,6 @@ EVERYBODY = {
 # Bytes from the first round's end to the last one's. No leak, an allocator's breath: 40 000 bad requests, many of them
 # of 100 kB, moved it up and down by 25 MiB about one level. In a long run a leak of 10 kB a client would exceed it.
 GROWTH_MAX = 48 * 2**20
-
-
-class Stressed:
-    """A server process, looked at from outside."""
-
-    def __init__(self, server: ServerProcess, model: str) -> None:
-        self.server = server
-        self.port = server.port
-        self.model = model
-        self.process = psutil.Process(server.process.pid)
-
-    @property
-    def rss(self) -> int:
-        return int(self.process.memory_info().rss)
-
-    async def get(self, path: str) -> Answered:
-        async with connect(self.port) as client:
-            return await client.request("GET", path)
-
-    async def settled(self) -> None:
-        """Waits until nothing is left of anybody: no request, block, mail, connection."""
-        with trio.move_on_after(20) as waiting:
-            while await self._held():  # noqa: ASYNC110  # another process: nothing tells us
-                await trio.sleep(0.1)  # another process: nothing tells us
-        assert not waiting.cancelled_caught, await self._held()
-
-    async def _held(self) -> list[str]:
-        lines = (await self.get("/metrics")).body.decode().splitlines()
-        gauges = ("requests_waiting", "sequences_running", "sequences_queued", "kv_blocks_used", "http_connections")
-        values = {
-            name: float(line.split()[1]) for line in lines for name in gauges if line.startswith(f"offbook_{name} ")
-        }
-        assert set(values) == set(gauges)
-        values["http_connections"] -= 1  # ours
-        view = (await self.get("/debug")).json
-        values["tickets"] = view["tickets_total"]
-        values |= {f"mailbox {name}": box["messages"] for name, box in view["mailboxes"].items()}
-        return [f"{name}={value:g}" for name, value in values.items() if value]
-
-
-@contextmanager
-def stressed(model: str, *options: str) -> Iterator[Stressed]:
-    with server_process(*options, *IMPATIENT) as server:
-        yield Stressed(server, model)
-        assert server.process.poll() is None
-        assert not [line for line in server.errors if "Traceback" in line or " ERROR " in line], server.errors
-
-
-def tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 async def sing_on(server: Stressed, song: str, times: Counter[str], done: trio.Event) -> None:
