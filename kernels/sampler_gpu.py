@@ -45,15 +45,16 @@ class _Arena:
             end += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 256) * 256
         self._device = torch.zeros(max(end, 1), dtype=torch.uint8, device="cuda")
         self._host = torch.zeros(max(end, 1), dtype=torch.uint8, pin_memory=True)
-        base, flat = self._device.data_ptr(), self._host.numpy()
+        self.offset, base, flat = offsets, self._device.data_ptr(), self._host.numpy()
         self.address = {name: base + offset for name, offset in offsets.items()}
         self.host: dict[str, Array] = {}
         for name, (dtype, shape) in fields.items():
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             self.host[name] = flat[offsets[name] : offsets[name] + size].view(dtype).reshape(shape)
 
-    def upload(self) -> None:
-        self._device.copy_(self._host, non_blocking=True)
+    def upload(self, end: int) -> None:
+        """The first ``end`` bytes."""
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
 
     def download(self) -> None:
         self._host.copy_(self._device, non_blocking=True)
@@ -86,7 +87,7 @@ class GpuSampler:
             "args": (STEP_ARGS, (1,)), "params": (CONSTANTS, (runs,)), "row_forced": by_row, "row_draft": by_row,
             "row_mask": by_row, "kept_at": by_row, "run_start": (np.int32, (runs + 1,)), "run_kind": by_run,
             "run_slot": by_run, "run_draw": by_run, "run_mu": (np.float32, (runs,)),
-            "masks": (np.uint32, (mask_rows, self._words)),
+            "masks": (np.uint32, (mask_rows, self._words)),  # last, so that what is not used need not be sent
         })  # fmt: skip
         self._outputs = _Arena(torch, {
             "token": by_row, "error": (np.uint8, (rows,)), "logprob": (np.float32, (rows,)),
@@ -153,7 +154,7 @@ class GpuSampler:
             if size > (most := self._limits.get(name, self._kept_width)):
                 raise ValueError(f"{name}: {size} is more than the {most} that this sampler was made for")
         self._fill(logits, batch, k_begin, k_end, masks, limits, sizes)
-        self._inputs.upload()
+        self._inputs.upload(self._inputs.offset["masks"] + 4 * self._words * sizes["mask_rows"])
 
     def _fill(
         self, logits: Any, batch: StepBatch, k_begin: int, k_end: int, masks: U32 | None, limits: Array,

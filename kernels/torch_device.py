@@ -7,6 +7,7 @@ in order; so neighbours, prefill chunks and physical block numbers cannot show. 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from .sampler import Sampler, new_result
+from .sampler_gpu import GpuSampler
 from .spec import ModelSpec
 from .step import BLOCK_TOKENS, I32, SCORE, U32, StepBatch, StepResult
 from .torch_model import TorchModel, attend
@@ -23,6 +25,11 @@ from .weights import Weights
 TILE_ROWS = {"cpu": (8, 4), "cuda": (64, 16)}  # tried in this order; 1 where none keeps rows independent
 LOGITS_ROWS_MAX = 64  # rows of logits in memory at once, unless one SAMPLE run has more
 
+GPU_ROWS_MAX = 8192  # logits rows of one step that the GPU's sampler has memory for
+GPU_MASKS_MAX = 64  # masks of one step, times slots
+GPU_ALTERNATIVES_MAX = 20
+
+_log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -69,7 +76,7 @@ class TorchDevice:
         shape = (spec.n_layers, spec.n_kv_heads, self.blocks_total * BLOCK_TOKENS, spec.head_dim)
         self._keys = torch.zeros(shape, dtype=_DTYPES[chosen], device=self._device)
         self._values = torch.zeros(shape, dtype=_DTYPES[chosen], device=self._device)
-        self._sampler = Sampler(spec.vocabulary_size, slots)
+        self._sampler = open_sampler(spec.vocabulary_size, slots, kind)
         self._hidden = torch.empty(0, spec.hidden)  # of the latest forward's logits rows, [K, hidden]
         self._forward_ms = 0.0
 
@@ -116,8 +123,11 @@ class TorchDevice:
         start = time.perf_counter()
         result = new_result(batch)
         for begin, end in logits_tiles(batch):
-            logits = np.ascontiguousarray(self._logits(begin, end).cpu().numpy())
-            self._sampler.sample(logits, batch, begin, end, masks, result)
+            logits = self._logits(begin, end).contiguous()
+            if isinstance(self._sampler, GpuSampler):
+                self._sampler.sample(logits, batch, begin, end, masks, result)
+            else:
+                self._sampler.sample(logits.cpu().numpy(), batch, begin, end, masks, result)
         result.forward_ms = self._forward_ms
         result.sample_ms = (time.perf_counter() - start) * 1e3
         return result
@@ -136,6 +146,19 @@ class TorchDevice:
         self._model.embedding = self._model.head_weight = empty
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def open_sampler(vocabulary_size: int, slots: int, kind: Literal["cpu", "cuda"]) -> Sampler | GpuSampler:
+    """The sampler that goes with a device: on CUDA the logits never leave it, where CuPy is installed."""
+    if kind == "cuda":
+        try:
+            return GpuSampler(
+                vocabulary_size, slots, rows=GPU_ROWS_MAX, runs=2 * slots, mask_rows=GPU_MASKS_MAX * slots,
+                top_width=GPU_ALTERNATIVES_MAX,
+            )  # fmt: skip
+        except ImportError:
+            _log.warning("CuPy is not installed, so tokens are drawn on the CPU: pip install 'offbook[gpu]'")
+    return Sampler(vocabulary_size, slots)
 
 
 class _Placement:

@@ -21,6 +21,7 @@ from offbook.kernels.build import load_library
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.sampler import Sampler, new_result
 from offbook.kernels.step import SCORE, SlotOpen
+from offbook.kernels.torch_device import TorchDevice, open_sampler
 
 V = 800
 
@@ -107,6 +108,31 @@ def test_slots_live_on_the_device(make_sampler: Callable[..., Any]) -> None:
         second = step(sampler, logits[:1], make_batch([params], slots=[1], draws=[1]))
         outcomes.append(bits(first) + bits(second))
     assert outcomes[0] == outcomes[1]
+
+
+def test_the_torch_device_draws_with_it(make_sampler: Callable[..., Any], lab: Any) -> None:
+    """Logits go to the sampler as tensors, and what comes back is what the CPU's sampler draws from the same ones."""
+    model = lab.model(seed=12)
+    params = [SamplingParams(seed=3), SamplingParams(temperature=0.0, top_logprobs=3), SamplingParams(top_p=0.8)]
+    answers = []
+    for gpu in (True, False):
+        device = TorchDevice(model.spec, model.weights, kv_bytes=1 << 20, threads=1, dtype="float32", slots=2)
+        if gpu:
+            device._sampler = make_sampler(model.spec.vocabulary_size, 2, rows=8, runs=4, mask_rows=2)
+        batch = make_batch(params, mask_rows=[0, -1, -1])
+        placed = lab.batch(([5, 6, 7], 0, [0]), ([9, 8], 0, [1]), ([4], 0, [2]), last_only=True)
+        for name in ("token_ids", "positions", "row_sequence", "block_tables", "copies", "logit_rows"):
+            setattr(batch, name, getattr(placed, name))
+        device.forward(batch)
+        answers.append(bits(device.sample(batch, pack_masks(np.arange(model.spec.vocabulary_size)[None] % 3 == 0))))
+        device.close()
+    assert answers[0] == answers[1]
+
+
+def test_without_cupy_tokens_are_drawn_on_the_cpu_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    if importlib.util.find_spec("cupy") is None:
+        assert isinstance(open_sampler(V, 1, "cuda"), Sampler)
+        assert "offbook[gpu]" in caplog.text
 
 
 def test_a_step_that_is_too_large_is_refused(make_sampler: Callable[..., Any]) -> None:
