@@ -38,8 +38,8 @@ _ANNOTATIONS = frozenset({
 _KNOWN = _ONE | _LISTS | _MAPS | _COUNTS.keys() | _NUMBERS | _TEXTS | _PLAIN | _ANNOTATIONS
 _TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _COMPOSING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-# Dates and times of RFC 3339 as patterns, since the library's own let 2021-02-29 and stray leap seconds through. Narrower
-# than the standard where that costs nothing: years from 1000 on, capital letters, no leap second.
+# Dates and times of RFC 3339 as patterns, since the library's own let 2021-02-29 and stray leap seconds through.
+# Narrower than the standard where that costs nothing: years from 1000 on, capital letters, no leap second.
 _DAY = (
     "(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
