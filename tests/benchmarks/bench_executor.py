@@ -121,6 +121,7 @@ async def measure(where: str, seconds: float, seed: int) -> dict[str, float]:
         async with trio.open_nursery() as nursery:
             for i in range(16):
                 nursery.start_soon(stream, engine, i, until)
+            await trio.sleep(1)  # the streams are under way
             for i in range(32):
                 nursery.start_soon(reader, engine, i, until)
     gaps.sort()
