@@ -164,6 +164,14 @@ class Protocol(H11Protocol):
         if any(name.lower() == b"upgrade" and value.lower() == b"websocket" for name, value in event.headers):
             raise _Refused(400)
 
+    async def _send_h11_event(self, event: Any) -> None:
+        """Stock: raises when a request that is cancelled while its response begins is to be answered with a 500."""
+        begun = self.connection.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+        if begun and isinstance(event, h11.Response):
+            await self.send(Closed())
+        else:
+            await super()._send_h11_event(event)
+
     async def _send_error_response(self, status_code: int) -> None:
         head, body = error_reply(status_code)
         headers = [*head, *self.config.response_headers("h11")]
@@ -286,6 +294,7 @@ class Connection(TCPServer):
     def _cut(self) -> None:
         self._closing = True
         self.stream.socket.close()
+        self._reading.cancel(reason="the connection was cut")  # a reader that waits for its turn reads no end of file
 
     async def _read_data(self) -> None:
         try:

@@ -334,6 +334,19 @@ async def test_leaving_in_mid_stream_cancels_the_stream() -> None:
 # -- what is not HTTP/1.1 --------------------------------------------------------------------------------------------
 
 
+async def test_leaving_with_another_request_under_way_frees_the_connection() -> None:
+    """The reader waits for the next request's turn then, and sees no end of file."""
+    witness = Witness()
+    with trio.fail_after(LIMIT_S):
+        async with serving(make_app(witness)) as served:
+            async with connect(served.port) as client:
+                await client.send(2 * request_bytes("GET", "/endless"))
+                await witness.began.wait()
+                await client.response_head()
+            await witness.ended.wait()
+            await settles(lambda: served.config.connections == 0)
+
+
 async def test_http2_with_prior_knowledge_is_refused() -> None:
     with trio.fail_after(LIMIT_S):
         async with serving(make_app()) as server, connect(server.port) as client:

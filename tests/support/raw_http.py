@@ -57,7 +57,7 @@ class RawClient:
 
     async def response(self, *, head: bool = False) -> Answered:
         status, headers = await self.response_head()
-        return Answered(status, headers, b"" if head else await self._body(headers))
+        return Answered(status, headers, b"") if head else await self.body(status, headers)
 
     async def response_head(self) -> tuple[int, dict[str, str]]:
         """Status and headers (lower case); 1xx responses are skipped."""
@@ -67,13 +67,14 @@ class RawClient:
             return await self.response_head()
         return status, {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines[1:] if line)}
 
-    async def _body(self, headers: dict[str, str]) -> bytes:
-        if headers.get("transfer-encoding") == "chunked":
-            parts = []
-            while chunk := await self.chunk():
-                parts.append(chunk)
-            return b"".join(parts)
-        return await self._take(int(headers["content-length"]))
+    async def body(self, status: int, headers: dict[str, str]) -> Answered:
+        """The rest of a response whose head was read."""
+        if headers.get("transfer-encoding") != "chunked":
+            return Answered(status, headers, await self._take(int(headers["content-length"])))
+        parts = []
+        while chunk := await self.chunk():
+            parts.append(chunk)
+        return Answered(status, headers, b"".join(parts))
 
     async def chunk(self) -> bytes:
         """One chunk of a chunked body; empty at its end."""

@@ -26,7 +26,7 @@ FATAL = ("the executor dies", "the result does not fit", "a mailbox is closed")
 class Faults:
     """Between batching and the executor of one world."""
 
-    def __init__(self, rng: random.Random, executor: SimExecutor) -> None:
+    def __init__(self, rng: random.Random, executor: SimExecutor, *, fatal: bool = True) -> None:
         self.counts: Counter[str] = Counter()
         self.blamed: set[str] = set()  # ids of requests that a fault has hit
         self.fatal: str | None = None  # how the engine was made to end, once it was
@@ -36,7 +36,7 @@ class Faults:
         self._fail_rate = rng.choice((0, 0, 0.02, 0.2))
         self._poison_rate = rng.choice((0, 0, 0.05))
         self._slow = rng.random() < 0.3
-        self._ends_at = rng.randrange(1, 60) if rng.random() < 0.12 else None
+        self._ends_at = rng.randrange(1, 60) if rng.random() < 0.12 and fatal else None
         self._drains_at = rng.randrange(1, 60) if rng.random() < 0.1 else None
 
     def install(self, engine: Engine, check: Callable[[Step], None]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from sim_device import EOS, VOCABULARY, LetterTokenizer, draw, logprob_of
 
@@ -20,6 +21,11 @@ LETTERS = LetterTokenizer()
 
 def random_completion(rng: random.Random, context: int) -> CompletionRequest:
     """Any mix of what a request can ask for that the simulated device can show."""
+    return from_fields(random_fields(rng, context))
+
+
+def random_fields(rng: random.Random, context: int) -> dict[str, object]:
+    """The same as a body."""
     stem = "".join(chr(97 + (i * 7) % 26) for i in range(rng.choice((3, 20, 32, 50))))[: context // 2]
     prompt: object = stem + "".join(rng.choice("xyz") for _ in range(rng.randrange(6)))
     if rng.random() < 0.2:
@@ -43,7 +49,7 @@ def random_completion(rng: random.Random, context: int) -> CompletionRequest:
         body |= option
     if rng.random() < 0.1:
         body["min_tokens"] = min(4, int(str(body["max_tokens"])))
-    return from_fields(body)
+    return body
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,24 @@ def check_answer(request: CompletionRequest, deltas: list[Delta], usage: Usage, 
     assert 0 <= usage.cached_tokens <= usage.prompt_tokens - len(prompts)
     if request.prompt_cache_max_len is not None:
         assert usage.cached_tokens <= request.prompt_cache_max_len * len(prompts)
+
+
+def check_body(request: CompletionRequest, body: dict[str, Any], context: int) -> None:
+    """The same for an answer in the API's own words, joined if it was a stream."""
+    given = request.prompt if isinstance(request.prompt, list) and isinstance(request.prompt[0], str) else None
+    prompts = [_ids(p) for p in given or (request.prompt,)]
+    n, choices = request.n or 1, {choice["index"]: choice for choice in body["choices"]}
+    assert sorted(choices) == list(range(len(prompts) * n))
+    total = 0
+    for index, choice in choices.items():
+        ids = prompts[index // n]
+        truth = lone(ids, request, index % n, min(request.max_tokens or 0, context - len(ids)))
+        echoed = ids[-request.echo_last :] if request.echo_last else ids if request.echo else []
+        assert choice["text"] == _text(echoed) + truth.text
+        assert choice["finish_reason"] == truth.reason
+        total += len(truth.tokens)
+    if (usage := body["usage"]) is not None:
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(map(len, prompts)), total)
 
 
 def _check_rows(request: CompletionRequest, mine: list[Delta], ids: list[int], echoed: list[int], truth: Lone) -> None:

@@ -113,7 +113,10 @@ async def _scenario(world: World, scopes: list[trio.CancelScope], desks: list[ad
             await trio.lowlevel.checkpoint()  # the actors have begun
             faults.install(engine, lambda step: check_step(engine, desks[0], step))
             await _clients(world, engine, faults, scopes)
-            await _settled(world, engine, desks[0])
+            await settled(world, engine, desks[0])
+            told = outcomes(engine)
+            assert told.total() + world.endings["EngineUnavailable"] == world.asked, (told, world.endings)
+            world.note("end", sorted(world.endings.items()), sorted(told.items()))
             faults.stop()
             await _canary(engine)
     except BaseExceptionGroup as group:
@@ -136,18 +139,15 @@ async def _clients(world: World, engine: Engine, faults: Faults, scopes: list[tr
                 await trio.sleep(rng.choice((0, 0.003, 0.05)))
 
 
-async def _settled(world: World, engine: Engine, desk: admission._Desk) -> None:
-    """Everything of everybody is gone soon, the books are even, and the metrics have counted each once."""
+async def settled(world: World, engine: Engine, desk: admission._Desk) -> None:
+    """Everything of everybody is gone soon, and the books are even."""
     with trio.fail_after(IDLE_WITHIN_S):
         while _busy(engine):  # noqa: ASYNC110  # blocks are freed by the next step: nothing tells
             await trio.sleep(0.005)
         await trio.testing.wait_all_tasks_blocked()
     check_idle(engine, desk)
-    told = outcomes(engine)
-    assert told.total() + world.endings["EngineUnavailable"] == world.asked, (told, world.endings)
     pool = engine._scheduler.pool
     world.preemptions, world.evictions = engine._scheduler.preemptions, pool.evictions
-    world.note("end", sorted(world.endings.items()), sorted(told.items()))
 
 
 def _busy(engine: Engine) -> bool:
