@@ -110,7 +110,7 @@ async def _scenario(world: World, scopes: list[trio.CancelScope], desks: list[ad
         faults.install(engine, lambda step: check_step(engine, desks[0], step))
         door = Door()
         door.engine = engine
-        app = cast(Any, wrap_app(cast(Any, shield_final(create_app(door))), 0, "asgi"))
+        app = cast(Any, wrap_app(cast(Any, shield_final(cast(Any, create_app(door)))), 0, "asgi"))
         with trio.fail_after(20 * PATIENCE_S):
             async with trio.open_nursery() as connections:
                 await _clients(world, engine, scopes, (app, http, connections))
