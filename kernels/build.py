@@ -20,7 +20,7 @@ from .cache_dir import cache_directory, whole_file
 
 CSRC = Path(__file__).parent / "csrc"
 BASE_FLAGS = (
-    "-std=c++20", "-O3", "-shared", "-fPIC", "-pthread",
+    "-std=c++20", "-O3", "-fPIC", "-pthread",
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden",
 )  # fmt: skip
 LEVEL_FLAGS = {
@@ -93,11 +93,28 @@ def build_library(
     target = cache_directory() / "lib" / f"{name}-{_fingerprint(cxx, flags, sources)}.so"
     if not target.exists():
         with whole_file(target) as draft:
-            command = [cxx, *flags, "-o", str(draft), *(str(CSRC / s) for s in sources)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise NoCompilerError(f"{cxx} could not build {name}:\n{done.stderr[-4000:]}")
+            objects = [draft.with_name(f"{draft.name}.{source}.o") for source in sources]
+            compile_ = [cxx, *flags, "-c", "-o"]
+            try:
+                _run(name, [[*compile_, str(o), str(CSRC / s)] for s, o in zip(sources, objects, strict=True)])
+                _run(name, [[cxx, *flags, "-shared", "-o", str(draft), *map(str, objects)]])
+            finally:
+                for made in objects:
+                    made.unlink(missing_ok=True)
     return target
+
+
+def _run(name: str, commands: list[list[str]]) -> None:
+    """All of the compiler's calls side by side. Raises NoCompilerError with what the first that fails printed."""
+    calls = [subprocess.Popen(c, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands]
+    try:
+        printed = [call.communicate()[1] for call in calls]
+    finally:
+        for call in calls:
+            call.kill()  # of those that have ended nothing is left to kill
+    for call, command, text in zip(calls, commands, printed, strict=True):
+        if call.returncode:
+            raise NoCompilerError(f"{command[0]} could not build {name}:\n{text[-4000:]}")
 
 
 def _fingerprint(cxx: str, flags: tuple[str, ...], sources: tuple[str, ...]) -> str:

@@ -22,7 +22,7 @@ from .spec import ModelSpec
 from .step import BLOCK_TOKENS, F32, I32, SAMPLE, U32, StepBatch, StepResult
 from .weights import Weights
 
-SOURCES = ("step.cpp", "step_pack.cpp")
+SOURCES = ("step_bf16.cpp", "step_f32.cpp", "step.cpp", "step_pack.cpp")
 LOGITS_TILE = 64  # logits rows in memory at once (a SAMPLE run may stretch a tile)
 LARGEST_HEAD_REPEAT = 64  # query heads of one KV head
 

@@ -166,11 +166,8 @@ class Protocol(H11Protocol):
 
     async def _send_h11_event(self, event: Any) -> None:
         """Stock: raises when a request that is cancelled while its response begins is to be answered with a 500."""
-        begun = self.connection.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
-        if begun and isinstance(event, h11.Response):
-            await self.send(Closed())
-        else:
-            await super()._send_h11_event(event)
+        late = isinstance(event, h11.Response) and self.connection.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+        await (self.send(Closed()) if late else super()._send_h11_event(event))
 
     async def _send_error_response(self, status_code: int) -> None:
         head, body = error_reply(status_code)

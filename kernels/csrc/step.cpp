@@ -1,12 +1,10 @@
 // The C interface of step.h: devices, steps, logits, and a parallel loop on a device's threads.
 //
 // Rules of this file: no exception leaves it; one thread calls a device at a time.
-#include "step.h"
-
 #include <exception>
-#include <memory>
 
-#include "step_run.h"
+#include "step_base.h"
+#include "vec.h"
 
 namespace offbook {
 namespace {
@@ -18,10 +16,7 @@ struct Device {
   Pool pool;
   std::unique_ptr<Step> step;
   Device(const Model& m, int threads) : model(m), pool(threads) {
-    if (m.bf16)
-      step = std::make_unique<StepOf<Bf16Config>>(model, pool);
-    else
-      step = std::make_unique<StepOf<F32Config>>(model, pool);
+    step = m.bf16 ? make_bf16_step(model, pool) : make_f32_step(model, pool);
   }
 };
 

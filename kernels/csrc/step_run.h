@@ -6,19 +6,11 @@
 #include <initializer_list>
 #include <vector>
 
-#include "pool.h"
-#include "step.h"
+#include "step_base.h"
 #include "step_layers.h"
 #include "step_memory.h"
 
 namespace offbook {
-
-class Step {
- public:
-  virtual ~Step() = default;
-  virtual void forward(const Batch& batch) = 0;
-  virtual void head(int begin, int end, float* logits) = 0;
-};
 
 template <class Config>
 class StepOf final : public Step {
