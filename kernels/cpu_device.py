@@ -30,9 +30,10 @@ LARGEST_HEAD_REPEAT = 64  # query heads of one KV head
 class CpuDevice:
     """A model on the CPU (``Device`` of kernels/step.py).
 
-    ``dtype``: what activations and KV are rounded to; weights are always exact. "auto" is "float32" for a model whose
-    layers are all F32 or F16, else "bfloat16". ``progress(done, total)`` counts bytes of packed weights. Raises
-    ValueError for a shape that the kernels cannot do, MemoryError, NoCompilerError (kernels/build.py).
+    ``dtype``: what KV and activations are rounded to ("bfloat16": where weights are integer codes, activations are
+    16-bit integers with a scale for each 32); weights are always exact. "auto" is "float32" for a model whose layers
+    are all F32 or F16, else "bfloat16". ``progress(done, total)`` counts bytes of packed weights. Raises ValueError for
+    a shape that the kernels cannot do, MemoryError, NoCompilerError (kernels/build.py).
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class StepOf final : public Step {
     const int64_t vocabulary = model_.vocabulary;
     start([&](Crew& crew) {
       product(
-          crew, {&model_.head}, model_.hidden_padded, begin, end - begin, [] {}, [&]() -> auto& { return final_; },
+          crew, {&model_.head}, final_, model_.hidden_padded, begin, end - begin, [] {},
           [&](int row, int rows, int panel, const float* acc) {
             const int64_t column = int64_t{32} * panel, n = std::min<int64_t>(32, vocabulary - column);
             for (int r = 0; r < rows; r++)
@@ -122,9 +122,9 @@ class StepOf final : public Step {
 
   // Every panel of the matrices, for rows of `width` inputs from `first` on, in chunks: done(row counted from `first`,
   // rows, panel counted over all matrices, acc).
-  template <class Setup, class Source, class Done>
-  void product(Crew& crew, std::initializer_list<const Matrix*> matrices, int64_t width, int first, int rows,
-               Setup&& setup, Source&& source, Done&& done) {
+  template <class Setup, class Done>
+  void product(Crew& crew, std::initializer_list<const Matrix*> matrices, const Inputs<Config>& inputs, int64_t width,
+               int first, int rows, Setup&& setup, Done&& done) {
     int panels = 0;
     for (const Matrix* m : matrices) panels += m->panels;
     const int chunks = (rows + kChunkRows - 1) / kChunkRows;
@@ -136,7 +136,7 @@ class StepOf final : public Step {
       const Matrix* const* m = matrices.begin();
       while (local >= (*m)->panels) local -= (*m++)->panels;
       PanelScratch& scratch = threads_[crew.thread()].panel;
-      source().multiply(**m, local, width, first + begin, n, scratch);
+      inputs.multiply(**m, local, width, first + begin, n, scratch);
       done(begin, n, panel, scratch.acc);
     });
   }
@@ -151,7 +151,7 @@ class StepOf final : public Step {
     auto setup = [&] {
       for (int r = 0; alone && r < rows; r++) set(r, inputs);
     };
-    product(crew, matrices, width, 0, rows, setup, [&]() -> auto& { return inputs; }, done);
+    product(crew, matrices, inputs, width, 0, rows, setup, done);
   }
 
   // Row `row` of the residual, normed: row `at` of `to`.

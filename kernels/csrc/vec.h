@@ -73,7 +73,7 @@ OFFBOOK_INLINE void prefetch_bytes_l2(const void* begin, int bytes) {
   for (int at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(begin) + at, 0, 2);
 }
 
-// Activations below this are zero, so that scaling one by 2^-24 never meets a denormal.
+// Activations below this are zero, so that what becomes of the others stays far from denormals.
 constexpr float kTiny = 0x1p-100f;
 
 OFFBOOK_INLINE F16x flush_tiny(F16x x) { return select(less(absolute(x), set1(kTiny)), zero(), x); }
