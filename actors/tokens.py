@@ -42,7 +42,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens written in it are parsed, with ``bos``, BOS comes first where the model
-        wants one.
+        wants one and the text does not begin with it.
 
         Raises ValueError for text that is not Unicode (lone surrogates) or that this model has no token or row for.
         """
@@ -56,7 +56,7 @@ class Tokenizer:
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if ids and max(ids) >= self._rows:
             raise ValueError(f"the text holds token {max(ids)}, which this model's vocabulary of {self._rows} lacks")
-        return [*self._prefix, *ids] if bos else ids
+        return [*self._prefix, *ids] if bos and ids[:1] != self._prefix else ids
 
     def _missing_bytes(self) -> bytes:
         """The bytes that a byte-level vocabulary lacks; the library would drop them from the text without a word."""

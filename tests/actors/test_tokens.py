@@ -106,6 +106,14 @@ def test_bos_comes_first_where_the_model_wants_one(tiny_model_dir: Path) -> None
     assert (with_bos.encode(""), without.encode("")) == ([1], [])
 
 
+def test_b046_a_bos_that_is_written_in_the_text_is_not_doubled(tiny_model_dir: Path) -> None:
+    text = (tiny_model_dir / "tokenizer.json").read_text()
+    with_bos = Tokenizer(text, spec_of(300, bos_id=1, add_bos=True))
+    written = with_bos.token_bytes(1).decode()
+    assert with_bos.encode(written + "a") == with_bos.encode("a")
+    assert with_bos.encode(2 * written + "a") == [1, *with_bos.encode("a")]
+
+
 def test_truncation_padding_and_templates_of_the_file_are_not_ours(tiny_model_dir: Path, tiny: Tokenizer) -> None:
     layout = json.loads((tiny_model_dir / "tokenizer.json").read_text())
     layout["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
