@@ -14,8 +14,8 @@ import pytest
 from sim_door import ENDINGS, simulate_door
 
 COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1500")) // 5
-KEPT = {157: "a connection whose next request had come already was kept for ever when its client was cut"}
-SMALL = (4, 16, 23, 29, 37)  # worlds of two clients, for what is tried at every step
+KEPT = {7: "a connection whose next request had come already was kept for ever when its client was cut"}
+SMALL = (12, 23, 29, 30, 34, 37)  # worlds of one or two clients, for what is tried at every step
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
             raise AssertionError(f"seed {seed}") from error
     with capsys.disabled():
         print(f"\n{COUNT} worlds behind the door: {dict(endings)}")  # noqa: T201
-    told = {"done", "babbled", "left in its own words", "left waiting", "never read", "left reading"}
+    told = {"done", "babbled", "left in its own words", "left waiting", "never read", "left reading", "half-closed"}
     assert told | {"over its share", "failed", "turned away"} <= endings.keys() <= told | {"cut", *ENDINGS.values()}
 
 

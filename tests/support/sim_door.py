@@ -31,7 +31,7 @@ from simulate import World, recorded_desk, settled
 from offbook.actors import admission
 from offbook.actors.config import EngineConfig
 from offbook.actors.engine import Engine, open_engine
-from offbook.actors.request import from_fields
+from offbook.actors.request import CompletionRequest, from_fields
 from offbook.server.app import Door, create_app
 from offbook.server.hypercorn_adapter import Connection, DoorConfig, shield_final
 
@@ -172,6 +172,8 @@ class _Client:
         temper = self.rng.random()
         if temper < 0.1:
             return await self._babble()
+        if temper < 0.25:
+            return await self._pipeline()
         for _ in range(self.rng.randrange(1, 3)):
             ending = await self._ask(self.rng.random())
             if ending != "done":
@@ -190,10 +192,41 @@ class _Client:
         assert not got or got.startswith(b"HTTP/1.1 4") or b"503" in got[:20] or b"505" in got[:20], got
         return "babbled"
 
-    async def _ask(self, temper: float) -> str:
+    async def _pipeline(self) -> str:
+        """Several requests before any answer, and perhaps the end of what it has to say; it may then leave at once."""
+        asked = [self._request() for _ in range(self.rng.randrange(2, 4))]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._send_all, [raw for _, raw in asked])
+            if self.rng.random() < 0.3:
+                await trio.sleep(self.rng.choice((0.0, 0.01, 0.2)))
+                nursery.cancel_scope.cancel()
+                return "left waiting"
+            client = RawClient(cast(Any, self.stream))
+            for request, _ in asked:
+                ending = self._judge(request, await client.response())
+                if ending not in ("done", "failed"):
+                    nursery.cancel_scope.cancel()
+                    return ending
+        return "done"
+
+    async def _send_all(self, parts: list[bytes]) -> None:
+        for part in parts:
+            await self._send(part)
+
+    def _request(self) -> tuple[CompletionRequest, bytes]:
+        """A request and its bytes, with the body in one piece or in chunks."""
         fields = random_fields(self.rng, self.engine.card.context_length)
-        request = from_fields(fields)
         raw = request_bytes("POST", "/v1/completions", {k: v for k, v in fields.items() if v is not None})
+        if self.rng.random() < 0.2:
+            head, _, body = raw.partition(b"\r\n\r\n")
+            lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"content-length")]
+            cut = self.rng.randrange(1, len(body))
+            chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:cut], body[cut:], b""))
+            raw = b"\r\n".join([*lines, b"transfer-encoding: chunked", b"", b""]) + chunks
+        return from_fields(fields), raw
+
+    async def _ask(self, temper: float) -> str:
+        request, raw = self._request()
         if temper < 0.1:
             await self._send(raw[: self.rng.randrange(len(raw))])
             return "left in its own words"
@@ -205,18 +238,23 @@ class _Client:
         if temper < 0.25:
             await trio.sleep(20)  # never reads; longer than the write timeout
             return "never read"
+        if temper < 0.3:
+            await self.stream.send_eof()  # for this server as good as leaving
+            got = await client.read_to_end()
+            assert not got or got.startswith(b"HTTP/1.1 "), got
+            return "half-closed"
         status, headers = await client.response_head()
-        if temper < 0.35 and headers.get("transfer-encoding") == "chunked":
+        if temper < 0.4 and headers.get("transfer-encoding") == "chunked":
             for _ in range(self.rng.randrange(4)):
                 if not await client.chunk():
                     break
             return "left reading"
-        if temper < 0.45:
+        if temper < 0.5:
             await trio.sleep(0.5)  # reads late
         answer = await client.body(status, headers)
         return self._judge(request, answer)
 
-    def _judge(self, request: Any, answer: Answered) -> str:
+    def _judge(self, request: CompletionRequest, answer: Answered) -> str:
         if answer.status != 200:
             assert answer.status in ENDINGS, (answer.status, answer.body)
             assert answer.json["error"]["message"]
