@@ -10,9 +10,15 @@ from typing import Literal
 
 import msgspec
 
+AT_LEAST_ONE = (
+    "threads", "context_length", "kv_bytes", "running_max", "step_tokens_max", "queue_max", "queue_tokens_max",
+    "prompts_max", "choices_max", "client_share_max", "default_max_tokens", "grammar_compilers", "applies_max",
+)  # fmt: skip
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to open an engine. The defaults fit a small model on a small machine."""
+    """How to open an engine. The defaults fit a small model on a small machine. Raises ValueError for a limit under 1:
+    nothing would ever be served."""
 
     # what to load, and onto what
     model: str | None = None  # a GGUF file or a Hugging Face directory; None = the default model, fetched once
@@ -54,6 +60,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_lookup: bool = False  # draft from the prompt for every request
     think_start: str | None = None  # think markers; None = the tokenizer's own <think>, </think> where it has them
     think_end: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} is less than 1")
 
     @property
     def choices_running_max(self) -> int:

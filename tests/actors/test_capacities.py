@@ -10,13 +10,14 @@ import random
 from collections import Counter
 from functools import partial
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 from sim_device import SimDevice, loaded_with
 from sim_executor import SimExecutor
 
-from offbook.actors.config import EngineConfig
+from offbook.actors.config import AT_LEAST_ONE, EngineConfig
 from offbook.actors.engine import Engine, open_engine
 from offbook.actors.errors import CompletionError, EngineOverloaded, EngineUnavailable
 from offbook.actors.request import from_fields
@@ -128,3 +129,9 @@ async def test_many_leave_at_once(autojump_clock: trio.testing.MockClock) -> Non
         assert engine.snapshot()["blocks_held"] == 0
         await one(engine, endings, prompt="next", max_tokens=2)
     assert endings["done"] == 1
+
+
+@pytest.mark.parametrize("name", AT_LEAST_ONE)
+def test_a_limit_under_one_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: 0 is less than 1"):
+        msgspec.structs.replace(EngineConfig(), **{name: 0})
