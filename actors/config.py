@@ -56,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_compilers: int = 2  # compilations at a time: the rest of the machine goes on serving
     grammars_kept: int = 128
     grammar_lenient: bool = False
-    draft_tokens_max: int = 32  # draft rows a step, shared among the sequences that decode in it
+    draft_tokens_max: int = 64  # draft rows a step, shared among the sequences that decode in it
     prompt_lookup: bool = False  # draft from the prompt for every request
     think_start: str | None = None  # think markers; None = the tokenizer's own <think>, </think> where it has them
     think_end: str | None = None

@@ -41,7 +41,8 @@ class _Patience:
     def __init__(self) -> None:
         self.drafted = 0
         self.matched = 0
-        self._misses = 0  # proposals that were not right to their end
+        self._misses = 0  # proposals that were not right to their end, barren ones in a row as one
+        self._missed_at = 0  # how much was foreseen until the latest of them
         self._barren = 0  # proposals in a row of which nothing was right
         self._agreed = 0  # output tokens that were foreseen, proposed or not
         self._begin = 0  # where in the tokens the latest proposal began
@@ -59,7 +60,9 @@ class _Patience:
         while right < len(proposal) and begin + right < len(tokens) and tokens[begin + right] == proposal[right]:
             right += 1
         self.matched += right
-        self._misses += right < len(proposal)
+        if right < len(proposal):
+            self._misses += not self._barren
+            self._missed_at = self._agreed + right
         self._barren = 0 if right else self._barren + 1
 
     def _allowance(self, n_output: int, most: int) -> int:
@@ -68,10 +71,10 @@ class _Patience:
         return min(most, self._width(), FREE_WASTE + self._agreed + n_output // WASTE_PERIOD - wasted)
 
     def _width(self) -> int:
-        """Where right guesses come in runs of ``run`` on average, sqrt(2 cost run) drafts a step give the most tokens
-        for the time: the tokens lost beyond a miss then weigh as much as the steps saved. A quarter of it for each
-        proposal in a row that came to nothing."""
-        run = (self._agreed + FIRST_RUN) / (self._misses + 1)
+        """Where right guesses come in runs of ``run`` (on average, or by now), sqrt(2 cost run) drafts a step give the
+        most tokens for the time: what is lost beyond a miss then weighs as much as the steps saved. A quarter of it for
+        each proposal in a row that came to nothing."""
+        run = max((self._agreed + FIRST_RUN) / (self._misses + 1), self._agreed - self._missed_at)
         return max(1, round(sqrt(2 * FIXED_COST * run)) >> 2 * self._barren)
 
     def _remember(self, tokens: Sequence[int], proposal: list[int]) -> list[int]:
@@ -82,7 +85,8 @@ class _Patience:
 
 class Prediction(_Patience):
     """Follows a predicted output. Where the answer departs from it, it first takes one token for replaced; after that
-    it finds its place again at a token near the expected place, or at two in a row anywhere, the nearest first."""
+    it finds its place again at two tokens in a row that stand where they do in the answer, at one near the expected
+    place, or at two in a row anywhere, the nearest first."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         super().__init__()
@@ -122,6 +126,10 @@ class Prediction(_Patience):
             return
         self._astray += 1
         self._sure = 0
+        same = at - n_prompt  # where it stands if all that ever differed was replaced one for one
+        if 0 < same < len(ids) and ids[same] == token and ids[same - 1] == tokens[at - 1]:
+            self._next = same + 1
+            return
         first = self._astray == 1
         self._next = self._nearby(token, SKIPPED if first else NEARBY)
         if self._next is None:

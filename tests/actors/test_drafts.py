@@ -67,6 +67,15 @@ def test_a_replaced_token_does_not_stop_the_drafts() -> None:
     assert fed < 1.5 * len(answer)
 
 
+@pytest.mark.parametrize("period", [512, 11], ids=["text", "a text that repeats itself"])
+def test_a_passage_that_is_wrong_costs_its_own_steps_and_few_more(period: int) -> None:
+    answer = (words(4, period) * 50)[:512]
+    prediction = [*answer[:200], *range(9000, 9026), *answer[226:]]
+    steps, fed, _ = run(Prediction(prediction), [7], answer, most=64)
+    assert steps < 26 + 32
+    assert fed < 1.5 * len(answer)
+
+
 def test_it_finds_its_place_after_a_long_insertion_and_a_long_deletion() -> None:
     prediction = list(range(1000, 1400))
     answer = prediction[:100] + list(range(3000, 3100)) + prediction[100:200] + prediction[300:]
