@@ -195,18 +195,23 @@ class _Client:
     async def _pipeline(self) -> str:
         """Several requests before any answer, and perhaps the end of what it has to say; it may then leave at once."""
         asked = [self._request() for _ in range(self.rng.randrange(2, 4))]
+        leaves = self.rng.random() < 0.3
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._send_all, [raw for _, raw in asked])
-            if self.rng.random() < 0.3:
+            if leaves:
                 await trio.sleep(self.rng.choice((0.0, 0.01, 0.2)))
-                nursery.cancel_scope.cancel()
-                return "left waiting"
-            client = RawClient(cast(Any, self.stream))
-            for request, _ in asked:
-                ending = self._judge(request, await client.response())
-                if ending not in ("done", "failed"):
-                    nursery.cancel_scope.cancel()
-                    return ending
+                ending = "left waiting"
+            else:
+                ending = await self._read_all([request for request, _ in asked])
+            nursery.cancel_scope.cancel()
+        return ending
+
+    async def _read_all(self, requests: list[CompletionRequest]) -> str:
+        client = RawClient(cast(Any, self.stream))
+        for request in requests:
+            ending = self._judge(request, await client.response())
+            if ending not in ("done", "failed"):
+                return ending
         return "done"
 
     async def _send_all(self, parts: list[bytes]) -> None:
