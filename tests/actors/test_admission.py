@@ -1,7 +1,7 @@
 """The desk at the entrance, alone: verdicts, order, fairness, ageing, eviction, honest times, and its books.
 
 The actor itself runs, on real channels; tickets are bare. "Its books" is what it counts for each client and of the
-running choices: they return to nothing whatever callers do.
+running choices: they return to nothing whatever callers do. Long, since all of it stands at one desk.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Public fault reports about other engines, as tests of this one; ids in the names. On the simulated device, so every
-answer is known: the lone run is the truth."""
+answer is known: the lone run is the truth. Long, since it is one list."""
 
 from __future__ import annotations
 

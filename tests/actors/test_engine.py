@@ -1,4 +1,7 @@
-"""The four actors together, on the simulated device in virtual time: answers, endings, abandonment and failures."""
+"""The four actors together, on the simulated device in virtual time: answers, endings, abandonment and failures.
+
+Long, since each of these is tried on the same engine.
+"""
 
 from __future__ import annotations
 

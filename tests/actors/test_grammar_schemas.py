@@ -1,4 +1,7 @@
-"""JSON schemas, by the public fault reports (ids in the names), by composition, and by hostile ones."""
+"""JSON schemas, by the public fault reports (ids in the names), by composition, and by hostile ones.
+
+Long, since it begins with one table of what each schema lets through and what not.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from offbook.actors.loading import load_model
 from offbook.kernels.default_model import fetch_default_model
 from offbook.kernels.devices import open_device
 from offbook.kernels.model_files import open_model
-from offbook.kernels.step import U32, Device, StepBatch, StepResult
+from offbook.kernels.step import U32, StepBatch, StepResult
 
 KV_BYTES = 512 << 20
 SLOTS = 64
@@ -76,17 +76,13 @@ async def engine_with(where: str, config: EngineConfig) -> AsyncIterator[Engine]
             yield engine
         return
     async with load_model(config, None) as loaded:
-        executor = ThreadExecutor(make_remote)
+        executor = ThreadExecutor(RemoteDevice)
         await executor.open()
         try:
             async with open_engine(config, loaded=msgspec.structs.replace(loaded, executor=executor)) as engine:
                 yield engine
         finally:
             await executor.aclose()
-
-
-def make_remote() -> Device:
-    return RemoteDevice()
 
 
 async def measure(where: str, seconds: float, seed: int) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Every known trap of Hypercorn and Quart-Trio, on real sockets: these tests are what lets the pins move.
 
 The applications are small and hang or fail at one named point. Times are short real ones: a socket knows no other.
+Long, since every trap is sprung on the same application.
 """
 
 from __future__ import annotations

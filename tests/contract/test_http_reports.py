@@ -1,6 +1,7 @@
 """Public fault reports about other servers, as tests of this one over HTTP; ids in the names.
 
-On the simulated device, whose answers are known: 64 ids, one per letter, id 0 is EOS.
+On the simulated device, whose answers are known: 64 ids, one per letter, id 0 is EOS. Long,
+since it is one list.
 """
 
 from __future__ import annotations

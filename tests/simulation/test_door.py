@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from sim_door import ENDINGS, simulate_door
+from simulate import cancelled_at_every_step
 
 COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1500")) // 5
 KEPT = {7: "a connection whose next request had come already was kept for ever when its client was cut"}
@@ -48,11 +49,4 @@ def test_the_same_seed_is_the_same_world(seed: int) -> None:
 @pytest.mark.parametrize("seed", SMALL)
 def test_cancelled_at_every_step(seed: int, victim: int | None) -> None:
     """Everything, or one client, and whenever: connections, requests and blocks are gone too."""
-    for at in range(1, 20_000):
-        try:
-            world = simulate_door(seed, cancel_at=at, victim=victim, clients_max=3)
-        except (Exception, BaseExceptionGroup) as error:
-            raise AssertionError(f"seed {seed}, client {victim} cancelled at step {at}") from error
-        if world.ended:
-            assert at > 50
-            return
+    cancelled_at_every_step(simulate_door, seed, victim)

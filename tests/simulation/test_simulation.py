@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from simulate import simulate
+from simulate import cancelled_at_every_step, simulate
 
 COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1500"))
 KEPT = {
@@ -79,23 +79,11 @@ def _path() -> str:
 
 @pytest.mark.parametrize("seed", SMALL)
 def test_everything_cancelled_at_every_step(seed: int) -> None:
-    steps(seed, None)
+    cancelled_at_every_step(simulate, seed, None)
 
 
 @pytest.mark.parametrize("victim", range(2))
 @pytest.mark.parametrize("seed", SMALL)
 def test_one_client_cancelled_at_every_step(seed: int, victim: int) -> None:
     """The others' answers are what they would be alone, and the engine's books are even afterwards."""
-    steps(seed, victim)
-
-
-def steps(seed: int, victim: int | None) -> None:
-    """The world once for each step of any task, until it ends before the cancellation comes."""
-    for at in range(1, 20_000):
-        try:
-            world = simulate(seed, cancel_at=at, victim=victim, clients_max=3)
-        except (Exception, BaseExceptionGroup) as error:
-            raise AssertionError(f"seed {seed}, client {victim} cancelled at step {at}") from error
-        if world.ended:
-            assert at > 50
-            return
+    cancelled_at_every_step(simulate, seed, victim)

@@ -25,8 +25,7 @@ from sim_device import SimDevice, loaded_with
 from sim_executor import SimExecutor
 from sim_faults import Faults, check_step
 from sim_requests import check_body, random_fields
-from sim_seeded import CancelAt, seeded_run
-from simulate import World, recorded_desk, settled
+from simulate import World, run_world, settled
 
 from offbook.actors import admission
 from offbook.actors.config import EngineConfig
@@ -78,17 +77,7 @@ class MemorySocketStream(trio.abc.HalfCloseableStream):
 def simulate_door(seed: int, *, cancel_at: int | None = None, victim: int | None = None, clients_max: int = 8) -> World:
     """As ``simulate``, over HTTP."""
     world = World(random.Random(f"door {seed}"))
-    scopes = [trio.CancelScope() for _ in range(clients_max + 1)]
-    chosen = scopes[clients_max if victim is None else victim]
-    cancel = None if cancel_at is None else CancelAt(cancel_at, chosen)
-    with recorded_desk() as desks:
-
-        async def main() -> None:
-            with scopes[clients_max]:
-                await _scenario(world, scopes[:clients_max], desks)
-
-        seeded_run(seed, main, cancel)
-    world.ended = cancel is None or not cancel.reached
+    run_world(world, seed, _scenario, cancel_at, victim, clients_max)
     return world
 
 

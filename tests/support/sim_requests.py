@@ -96,46 +96,57 @@ def _stop_begins(text: str, stops: tuple[str, ...], before: int) -> int | None:
     return min(starts, default=None)
 
 
-def check_answer(request: CompletionRequest, deltas: list[Delta], usage: Usage, context: int) -> None:
-    """Every choice equals its lone cold run: text, ids, rows and finish reasons; and usage adds up."""
+@dataclass(frozen=True)
+class Expected:
+    """What one choice must be: its prompt, what is echoed of it, and its lone run."""
+
+    ids: list[int]
+    echoed: list[int]
+    truth: Lone
+
+    @property
+    def text(self) -> str:
+        return _text(self.echoed) + self.truth.text
+
+
+def expected(request: CompletionRequest, context: int) -> tuple[list[Expected], tuple[int, int]]:
+    """Every choice by index, and the tokens of all prompts and of all completions."""
     given = request.prompt if isinstance(request.prompt, list) and isinstance(request.prompt[0], str) else None
     prompts = [_ids(p) for p in given or (request.prompt,)]
     n = request.n or 1
-    total = 0
+    choices = []
     for index in range(len(prompts) * n):
         ids = prompts[index // n]
-        mine = [d for d in deltas if d.index == index]
-        truth = lone(ids, request, index % n, min(request.max_tokens or 0, context - len(ids)))
-        assert [t for d in mine for t in d.token_ids] == truth.tokens
-        assert [d.finish_reason for d in mine if d.finish_reason] == [truth.reason]
-        assert mine[-1].finish_reason == truth.reason, "nothing comes after the end"
         echoed = ids[-request.echo_last :] if request.echo_last else ids if request.echo else []
-        assert "".join(d.text for d in mine) == _text(echoed) + truth.text
-        _check_rows(request, mine, ids, echoed, truth)
-        total += len(truth.tokens)
-    assert usage.prompt_tokens == sum(map(len, prompts))
-    assert usage.completion_tokens == total
-    assert 0 <= usage.cached_tokens <= usage.prompt_tokens - len(prompts)
+        truth = lone(ids, request, index % n, min(request.max_tokens or 0, context - len(ids)))
+        choices.append(Expected(ids, echoed, truth))
+    return choices, (sum(map(len, prompts)), sum(len(choice.truth.tokens) for choice in choices))
+
+
+def check_answer(request: CompletionRequest, deltas: list[Delta], usage: Usage, context: int) -> None:
+    """Every choice equals its lone cold run: text, ids, rows and finish reasons; and usage adds up."""
+    choices, tokens = expected(request, context)
+    for index, choice in enumerate(choices):
+        mine = [d for d in deltas if d.index == index]
+        assert [t for d in mine for t in d.token_ids] == choice.truth.tokens
+        assert [d.finish_reason for d in mine if d.finish_reason] == [choice.truth.reason]
+        assert mine[-1].finish_reason == choice.truth.reason, "nothing comes after the end"
+        assert "".join(d.text for d in mine) == choice.text
+        _check_rows(request, mine, choice.ids, choice.echoed, choice.truth)
+    assert (usage.prompt_tokens, usage.completion_tokens) == tokens
+    prompts = len(choices) // (request.n or 1)
+    assert 0 <= usage.cached_tokens <= usage.prompt_tokens - prompts
     if request.prompt_cache_max_len is not None:
-        assert usage.cached_tokens <= request.prompt_cache_max_len * len(prompts)
+        assert usage.cached_tokens <= request.prompt_cache_max_len * prompts
 
 
 def check_body(request: CompletionRequest, body: dict[str, Any], context: int) -> None:
     """The same for an answer in the API's own words, joined if it was a stream."""
-    given = request.prompt if isinstance(request.prompt, list) and isinstance(request.prompt[0], str) else None
-    prompts = [_ids(p) for p in given or (request.prompt,)]
-    n, choices = request.n or 1, {choice["index"]: choice for choice in body["choices"]}
-    assert sorted(choices) == list(range(len(prompts) * n))
-    total = 0
-    for index, choice in choices.items():
-        ids = prompts[index // n]
-        truth = lone(ids, request, index % n, min(request.max_tokens or 0, context - len(ids)))
-        echoed = ids[-request.echo_last :] if request.echo_last else ids if request.echo else []
-        assert choice["text"] == _text(echoed) + truth.text
-        assert choice["finish_reason"] == truth.reason
-        total += len(truth.tokens)
+    choices, tokens = expected(request, context)
+    told = [(choice["index"], choice["text"], choice["finish_reason"]) for choice in body["choices"]]
+    assert told == [(index, choice.text, choice.truth.reason) for index, choice in enumerate(choices)]
     if (usage := body["usage"]) is not None:
-        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(map(len, prompts)), total)
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == tokens
 
 
 def _check_rows(request: CompletionRequest, mine: list[Delta], ids: list[int], echoed: list[int], truth: Lone) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -54,12 +54,25 @@ class World:
         return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()
 
 
+Scenario = Callable[[World, list[trio.CancelScope], list[admission._Desk]], Awaitable[None]]
+
+
 def simulate(seed: int, *, cancel_at: int | None = None, victim: int | None = None, clients_max: int = 12) -> World:
     """Run the seed's scenario to its end. Raises AssertionError where an invariant breaks.
 
     ``cancel_at``: at this step of any task, cancel client number ``victim``, or everything if that is None.
     """
     world = World(random.Random(seed))
+    run_world(world, seed, _scenario, cancel_at, victim, clients_max)
+    if victim is not None or world.ended:
+        assert sum(world.endings.values()) == world.asked, "each request ends exactly once"
+    return world
+
+
+def run_world(
+    world: World, seed: int, scenario: Scenario, cancel_at: int | None, victim: int | None, clients_max: int
+) -> None:
+    """The scenario under the seed's scheduler, with a cancellation at that step if one is wanted."""
     scopes = [trio.CancelScope() for _ in range(clients_max + 1)]  # the last one is around everything
     chosen = scopes[clients_max if victim is None else victim]
     cancel = None if cancel_at is None else CancelAt(cancel_at, chosen)
@@ -67,13 +80,23 @@ def simulate(seed: int, *, cancel_at: int | None = None, victim: int | None = No
 
         async def main() -> None:
             with scopes[clients_max]:
-                await _scenario(world, scopes[:clients_max], desks)
+                await scenario(world, scopes[:clients_max], desks)
 
         seeded_run(seed, main, cancel)
     world.ended = cancel is None or not cancel.reached
-    if victim is not None or world.ended:
-        assert sum(world.endings.values()) == world.asked, "each request ends exactly once"
-    return world
+
+
+def cancelled_at_every_step(simulation: Callable[..., World], seed: int, victim: int | None) -> None:
+    """The world once for each step of any task, until it ends before the cancellation comes."""
+    for at in range(1, 20_000):
+        try:
+            world = simulation(seed, cancel_at=at, victim=victim, clients_max=3)
+        except (Exception, BaseExceptionGroup) as error:
+            raise AssertionError(f"seed {seed}, client {victim} cancelled at step {at}") from error
+        if world.ended:
+            assert at > 50
+            return
+    raise AssertionError(f"seed {seed} never came to its end")
 
 
 @contextmanager
