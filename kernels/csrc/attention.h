@@ -69,7 +69,9 @@ OFFBOOK_INLINE void block_scores(const typename Kv::Element* k, int dims, const 
 #if OFFBOOK_PAIR_DOT
       if constexpr (std::is_same_v<Mode, PairMode>) {
         const Pair w = load_pair(k + (pair + e) * 32);
-        unroll<H>([&](auto h) OFFBOOK_LAMBDA { sum[e][h] = dot_pair(sum[e][h], w, broadcast_pair(x + h * dims)); });
+        unroll<H>([&](auto h) OFFBOOK_LAMBDA {
+          sum[e][h] = dot_pair(sum[e][h], w, pair_bits(broadcast_two(x + h * dims)));
+        });
         return;
       } else
 #endif
@@ -114,7 +116,7 @@ OFFBOOK_INLINE void block_values(const typename Kv::Element* v, int dims, int d0
       const I16x keep = set1i(2 * pair + 1 < valid ? -1 : 0xffff);
       for (int c = 0; c < C; c++) {
         const Pair w = pair_bits(bit_and(loadi(v + (pair * dims + d0 + 16 * c) * 2), keep));
-        for (int h = 0; h < H; h++) out[h][c] = dot_pair(out[h][c], w, broadcast_pair(&weights[h][2 * pair]));
+        for (int h = 0; h < H; h++) out[h][c] = dot_pair(out[h][c], w, pair_bits(broadcast_two(&weights[h][2 * pair])));
       }
     }
   } else

@@ -84,7 +84,7 @@ struct WordMode {
       I16x w[C];
       for (int c = 0; c < C; c++) w[c] = Reader::template words<p>(codes, s + c);
       unroll<R>([&](auto r) OFFBOOK_LAMBDA {
-        const I16x v = broadcast_words(row[r] + 2 * p);
+        const I16x v = broadcast_two(row[r] + 2 * p);
         for (int c = 0; c < C; c++) sum[r][c] = dot_words(sum[r][c], w[c], v);
       });
     });
@@ -115,7 +115,7 @@ struct PairMode {
         Pair w[C];
         for (int c = 0; c < C; c++) w[c] = Reader::template pair<p>(codes, s + c);
         unroll<R>([&](auto r) OFFBOOK_LAMBDA {
-          const Pair v = broadcast_pair(x + r * stride + 2 * p);
+          const Pair v = pair_bits(broadcast_two(x + r * stride + 2 * p));
           for (int c = 0; c < C; c++) sum[r][c] = dot_pair(sum[r][c], w[c], v);
         });
       });

@@ -73,6 +73,20 @@ OFFBOOK_INLINE void prefetch_bytes_l2(const void* begin, int bytes) {
   for (int at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(begin) + at, 0, 2);
 }
 
+// Two neighbouring 16-bit numbers in every lane.
+template <class T>
+OFFBOOK_INLINE I16x broadcast_two(const T* two) {
+  static_assert(sizeof(T) == 2);
+  int32_t both;
+  std::memcpy(&both, two, 4);
+  return set1i(both);
+}
+
+// The upper 16 bits of each lane.
+OFFBOOK_INLINE void store_high_halves(uint16_t* p, F16x x) {
+  store_words(reinterpret_cast<int16_t*>(p), shift_right<16>(bits(x)));
+}
+
 // Activations below this are zero, so that what becomes of the others stays far from denormals.
 constexpr float kTiny = 0x1p-100f;
 
@@ -115,7 +129,5 @@ OFFBOOK_INLINE F16x activation(F16x x) {
 
 OFFBOOK_INLINE void store_activation(float* to, F16x x) { store(to, x); }
 OFFBOOK_INLINE void store_activation(uint16_t* to, F16x x) { store_high_halves(to, x); }
-OFFBOOK_INLINE F16x load_activation(const float* from) { return load(from); }
-OFFBOOK_INLINE F16x load_activation(const uint16_t* from) { return load_bf16(from); }
 
 }  // namespace offbook

@@ -88,11 +88,6 @@ OFFBOOK_INLINE I16x shift_words_signed(I16x x) {
 OFFBOOK_INLINE I16x dot_words(I16x acc, I16x x, I16x y) {
   return add(acc, {_mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b)});
 }
-OFFBOOK_INLINE I16x broadcast_words(const int16_t* two) {
-  int32_t both;
-  std::memcpy(&both, two, 4);
-  return set1i(both);
-}
 OFFBOOK_INLINE F16x to_float(I16x x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 // the nearest integer, ties to even
 OFFBOOK_INLINE I16x to_integer(F16x x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
@@ -124,17 +119,6 @@ OFFBOOK_INLINE F16x absolute(F16x x) { return from_bits(bit_and(bits(x), set1i(0
 OFFBOOK_INLINE F16x load_f16(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
-}
-OFFBOOK_INLINE F16x load_bf16(const uint16_t* p) {
-  const __m128i* q = reinterpret_cast<const __m128i*>(p);
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), 16)),
-          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16))};
-}
-// the upper 16 bits of each lane
-OFFBOOK_INLINE void store_high_halves(uint16_t* p, F16x x) {
-  const I16x u = shift_right<16>(bits(x));
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(u.a, u.b), 0xd8);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
 }
 
 // lane i + lane i+8, then i+4, i+2, i+1

@@ -82,11 +82,6 @@ OFFBOOK_INLINE I16x dot_words(I16x acc, I16x x, I16x y) {
   return {_mm512_add_epi32(acc.a, _mm512_madd_epi16(x.a, y.a))};
 #endif
 }
-OFFBOOK_INLINE I16x broadcast_words(const int16_t* two) {
-  int32_t both;
-  std::memcpy(&both, two, 4);
-  return set1i(both);
-}
 OFFBOOK_INLINE F16x to_float(I16x x) { return {_mm512_cvtepi32_ps(x.a)}; }
 // the nearest integer, ties to even
 OFFBOOK_INLINE I16x to_integer(F16x x) { return {_mm512_cvtps_epi32(x.a)}; }
@@ -105,14 +100,6 @@ OFFBOOK_INLINE F16x absolute(F16x x) { return from_bits(bit_and(bits(x), set1i(0
 
 OFFBOOK_INLINE F16x load_f16(const void* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
-}
-OFFBOOK_INLINE F16x load_bf16(const uint16_t* p) {
-  return from_bits(
-      shift_left<16>(I16x{_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}));
-}
-// the upper 16 bits of each lane
-OFFBOOK_INLINE void store_high_halves(uint16_t* p, F16x x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(shift_right<16>(bits(x)).a));
 }
 
 // lane i + lane i+8, then i+4, i+2, i+1
@@ -136,11 +123,6 @@ struct Pair {
 };
 OFFBOOK_INLINE Pair pair_bits(I16x x) { return {(__m512bh)x.a}; }
 OFFBOOK_INLINE Pair load_pair(const void* p) { return pair_bits(loadi(p)); }
-OFFBOOK_INLINE Pair broadcast_pair(const uint16_t* p) {
-  int32_t both;
-  std::memcpy(&both, p, 4);
-  return pair_bits(set1i(both));
-}
 // acc = fma(odd, odd, acc); acc = fma(even, even, acc)
 OFFBOOK_INLINE F16x dot_pair(F16x acc, Pair x, Pair y) { return {_mm512_dpbf16_ps(acc.a, x.a, y.a)}; }
 #endif

@@ -125,11 +125,6 @@ OFFBOOK_INLINE I16x dot_words(I16x acc, I16x x, I16x y) {
     return acc.a[i] + static_cast<uint32_t>(low) + static_cast<uint32_t>(high);
   });
 }
-OFFBOOK_INLINE I16x broadcast_words(const int16_t* two) {
-  int32_t both;
-  std::memcpy(&both, two, 4);
-  return set1i(both);
-}
 OFFBOOK_INLINE F16x to_float(I16x x) {
   return lanes<F16x>([&](int i) { return static_cast<float>(static_cast<int32_t>(x.a[i])); });
 }
@@ -173,13 +168,6 @@ OFFBOOK_INLINE F16x load_f16(const void* p) {
   uint16_t h[16];
   std::memcpy(h, p, 32);
   return lanes<F16x>([&](int i) { return half_to_float(h[i]); });
-}
-OFFBOOK_INLINE F16x load_bf16(const uint16_t* p) {
-  return lanes<F16x>([&](int i) { return float_of(static_cast<uint32_t>(p[i]) << 16); });
-}
-// the upper 16 bits of each lane
-OFFBOOK_INLINE void store_high_halves(uint16_t* p, F16x x) {
-  for (int i = 0; i < 16; i++) p[i] = static_cast<uint16_t>(word_of(x.a[i]) >> 16);
 }
 
 // lane i + lane i+8, then i+4, i+2, i+1
