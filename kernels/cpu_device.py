@@ -19,7 +19,8 @@ from .build import load_library
 from .cpu_loader import CpuModel, Progress
 from .sampler import Sampler, new_result
 from .spec import ModelSpec
-from .step import BLOCK_TOKENS, F32, I32, SAMPLE, U32, StepBatch, StepResult
+from .step import BLOCK_TOKENS, F32, U32, StepBatch, StepResult
+from .step_arrays import checked_arrays, logits_tiles
 from .weights import Weights
 
 SOURCES = ("step_bf16.cpp", "step_f32.cpp", "step.cpp", "step_pack.cpp")
@@ -78,10 +79,16 @@ class CpuDevice:
         started = time.perf_counter()
         for opening in batch.slot_opens:
             self._sampler.open_slot(opening)
-        arrays = self._checked(batch)
+        if not self._handle:
+            raise ValueError("the device is closed")
+        arrays = checked_arrays(batch, vocabulary_size=self.vocabulary_size, positions=self._model.positions,
+                                blocks=self.blocks_total)  # fmt: skip
+        at = {name: array.ctypes.data for name, array in arrays.items()}
         call = c.Batch(
             rows=len(batch.token_ids), table_width=batch.block_tables.shape[1], copies=len(batch.copies),
-            logit_rows=len(batch.logit_rows), **{name: a.ctypes.data for name, a in arrays.items()},
+            logit_rows=len(batch.logit_rows), tokens=at["token_ids"], positions=at["positions"],
+            row_sequence=at["row_sequence"], block_tables=at["block_tables"], copy_pairs=at["copies"],
+            logit_row=at["logit_rows"],
         )  # fmt: skip
         if self._library.offbook_forward(self._handle, ctypes.byref(call)):
             raise MemoryError(f"no memory for a step of {len(batch.token_ids)} rows")
@@ -91,11 +98,8 @@ class CpuDevice:
         """See ``Device``: the head and the sampler, some logits rows at a time."""
         started = time.perf_counter()
         result = new_result(batch)
-        begin = 0
-        for end in _tiles(batch):
-            logits = self.logits(begin, end)
-            self._sampler.sample(logits, batch, begin, end, masks, result)
-            begin = end
+        for begin, end in logits_tiles(batch, LOGITS_TILE):
+            self._sampler.sample(self.logits(begin, end), batch, begin, end, masks, result)
         result.forward_ms = self._forward_ms
         result.sample_ms = 1e3 * (time.perf_counter() - started)
         return result
@@ -113,48 +117,6 @@ class CpuDevice:
             self._library.offbook_device_destroy(self._handle)
             self._handle = ctypes.c_void_p()
             self._sampler.close()
-
-    def _checked(self, batch: StepBatch) -> dict[str, I32]:
-        if not self._handle:
-            raise ValueError("the device is closed")
-        arrays = {
-            "tokens": batch.token_ids, "positions": batch.positions, "row_sequence": batch.row_sequence,
-            "block_tables": batch.block_tables, "copy_pairs": batch.copies, "logit_row": batch.logit_rows,
-        }  # fmt: skip
-        arrays = {name: np.ascontiguousarray(a, np.int32) for name, a in arrays.items()}
-        tables = arrays["block_tables"]
-        positions = min(self._model.positions, tables.shape[1] * BLOCK_TOKENS)
-        _check_range("token_ids", arrays["tokens"], self.vocabulary_size)
-        _check_range("positions", arrays["positions"], positions)
-        _check_range("row_sequence", arrays["row_sequence"], len(tables))
-        _check_range("copies", arrays["copy_pairs"], self.blocks_total)
-        _check_range("logit_rows", arrays["logit_row"], len(batch.token_ids))
-        used = np.zeros(len(tables), np.int32)
-        np.maximum.at(used, arrays["row_sequence"], arrays["positions"] // BLOCK_TOKENS + 1)
-        in_use = np.arange(tables.shape[1]) < used[:, None]
-        _check_range("block_tables", tables[in_use], self.blocks_total)
-        return arrays
-
-
-def _check_range(name: str, values: I32, limit: int) -> None:
-    if values.size and (values.min() < 0 or values.max() >= limit):
-        raise ValueError(f"{name}: {values.min()}..{values.max()} is outside 0..{limit - 1}")
-
-
-def _tiles(batch: StepBatch) -> list[int]:
-    """Ends of the tiles of logits rows: at most LOGITS_TILE rows, SAMPLE runs whole."""
-    total, ends = len(batch.logit_rows), []
-    starts = batch.run_start
-    inside = {k for r in np.flatnonzero(batch.run_kind == SAMPLE) for k in range(starts[r] + 1, starts[r + 1])}
-    begin = 0
-    while begin < total:
-        end = min(begin + LOGITS_TILE, total)
-        cut = next((k for k in range(end, begin, -1) if k not in inside), None)
-        if cut is None:
-            cut = next(k for k in range(end, total + 1) if k not in inside)
-        ends.append(cut)
-        begin = cut
-    return ends
 
 
 def _full_precision(spec: ModelSpec, weights: Weights) -> bool:

@@ -1,4 +1,4 @@
-"""The reference device: torch on the CPU (also where no C++ compiler is found) or on CUDA.
+"""The reference device in plain torch: on the CPU also where no C++ compiler is found, on CUDA where CuPy is missing.
 
 Rules of this file: a row's bits come from its own token, position and KV alone. Products run in tiles of a fixed number
 of rows (see torch_model.py); attention runs row by row over exactly the row's own positions, gathered from its blocks
@@ -7,29 +7,22 @@ in order; so neighbours, prefill chunks and physical block numbers cannot show. 
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 import torch
 
 from .sampler import Sampler, new_result
-from .sampler_gpu import GpuSampler
 from .spec import ModelSpec
-from .step import BLOCK_TOKENS, I32, SCORE, U32, StepBatch, StepResult
+from .step import BLOCK_TOKENS, I32, U32, StepBatch, StepResult
+from .step_arrays import logits_tiles
 from .torch_model import TorchModel, attend
 from .weights import Weights
 
 TILE_ROWS = {"cpu": (8, 4), "cuda": (64, 16)}  # tried in this order; 1 where none keeps rows independent
 LOGITS_ROWS_MAX = 64  # rows of logits in memory at once, unless one SAMPLE run has more
-
-GPU_ROWS_MAX = 8192  # logits rows of one step that the GPU's sampler has memory for
-GPU_MASKS_MAX = 64  # masks of one step, times slots
-GPU_ALTERNATIVES_MAX = 20
-
-_log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -76,7 +69,7 @@ class TorchDevice:
         shape = (spec.n_layers, spec.n_kv_heads, self.blocks_total * BLOCK_TOKENS, spec.head_dim)
         self._keys = torch.zeros(shape, dtype=_DTYPES[chosen], device=self._device)
         self._values = torch.zeros(shape, dtype=_DTYPES[chosen], device=self._device)
-        self._sampler = open_sampler(spec.vocabulary_size, slots, kind)
+        self._sampler = Sampler(spec.vocabulary_size, slots)
         self._hidden = torch.empty(0, spec.hidden)  # of the latest forward's logits rows, [K, hidden]
         self._forward_ms = 0.0
 
@@ -122,12 +115,9 @@ class TorchDevice:
         """See ``Device``."""
         start = time.perf_counter()
         result = new_result(batch)
-        for begin, end in logits_tiles(batch):
+        for begin, end in logits_tiles(batch, LOGITS_ROWS_MAX):
             logits = self._logits(begin, end).contiguous()
-            if isinstance(self._sampler, GpuSampler):
-                self._sampler.sample(logits, batch, begin, end, masks, result)
-            else:
-                self._sampler.sample(logits.cpu().numpy(), batch, begin, end, masks, result)
+            self._sampler.sample(logits.cpu().numpy(), batch, begin, end, masks, result)
         result.forward_ms = self._forward_ms
         result.sample_ms = (time.perf_counter() - start) * 1e3
         return result
@@ -146,19 +136,6 @@ class TorchDevice:
         self._model.embedding = self._model.head_weight = empty
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def open_sampler(vocabulary_size: int, slots: int, kind: Literal["cpu", "cuda"]) -> Sampler | GpuSampler:
-    """The sampler that goes with a device: on CUDA the logits never leave it, where CuPy is installed."""
-    if kind == "cuda":
-        try:
-            return GpuSampler(
-                vocabulary_size, slots, rows=GPU_ROWS_MAX, runs=2 * slots, mask_rows=GPU_MASKS_MAX * slots,
-                top_width=GPU_ALTERNATIVES_MAX,
-            )  # fmt: skip
-        except ImportError:
-            _log.warning("CuPy is not installed, so tokens are drawn on the CPU: pip install 'offbook[gpu]'")
-    return Sampler(vocabulary_size, slots)
 
 
 class _Placement:
@@ -194,19 +171,3 @@ def _padded(rows: torch.Tensor, tile: int) -> torch.Tensor:
     """``rows`` with rows of zeros up to a multiple of ``tile``."""
     missing = -len(rows) % tile
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
-
-
-def logits_tiles(batch: StepBatch) -> Iterator[tuple[int, int]]:
-    """Ranges of logits rows that fit LOGITS_ROWS_MAX: SAMPLE runs whole, SCORE runs cut where the tile is full."""
-    begin = end = 0
-    for run, kind in enumerate(batch.run_kind.tolist()):
-        run_end = int(batch.run_start[run + 1])
-        if run_end - begin > LOGITS_ROWS_MAX and kind != SCORE and end > begin:
-            yield begin, end
-            begin = end
-        while kind == SCORE and run_end - begin > LOGITS_ROWS_MAX:
-            yield begin, begin + LOGITS_ROWS_MAX
-            begin += LOGITS_ROWS_MAX
-        end = run_end
-    if end > begin:
-        yield begin, end

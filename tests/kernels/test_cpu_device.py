@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from offbook.kernels.build import LEVEL_FLAGS, cpu_level
-from offbook.kernels.cpu_device import CpuDevice, _tiles
+from offbook.kernels.cpu_device import CpuDevice
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.spec import RopeSpec
 from offbook.kernels.step import SAMPLE, SCORE, StepBatch
@@ -215,14 +215,6 @@ def test_sample_scores_a_long_prompt_and_draws(lab: Any) -> None:
     assert result.token[150] == truth[150].argmax() and not result.error.any()
     assert result.forward_ms > 0 and result.sample_ms > 0
     cpu.close()
-
-
-def test_tiles_of_logits_keep_sample_runs_whole(lab: Any) -> None:
-    ids = [1] * 300
-    batch = lab.batch((ids, 0, range(20)))
-    batch.run_kind = np.array([SCORE, SAMPLE, SAMPLE, SCORE], np.int32)
-    batch.run_start = np.array([0, 60, 70, 170, 300], np.int32)
-    assert _tiles(batch) == [60, 70, 170, 234, 298, 300]
 
 
 def test_dtype_auto_follows_the_weights(lab: Any) -> None:

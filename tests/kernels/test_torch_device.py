@@ -15,7 +15,7 @@ from offbook.kernels.model_files import ModelFiles, open_model
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.spec import ModelSpec
 from offbook.kernels.step import BLOCK_TOKENS, I32, SAMPLE, SCORE, StepBatch
-from offbook.kernels.torch_device import TorchDevice, logits_tiles
+from offbook.kernels.torch_device import TorchDevice
 
 F64 = npt.NDArray[np.float64]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -207,19 +207,6 @@ def test_a_step_without_logits_rows(tiny_model_dir: Path) -> None:
     empty = StepBatch(1, batch.token_ids, batch.positions, batch.row_sequence, batch.block_tables, batch.copies)
     device.forward(empty)
     assert len(device.sample(empty, None).token) == 0
-
-
-def test_logits_tiles_keep_sample_runs_whole() -> None:
-    def ranges(*runs: tuple[int, int]) -> list[tuple[int, int]]:
-        batch = step([(0, 0, 1)], [[1, 2]], np.zeros((1, 1), np.int32))
-        batch.run_start = np.cumsum([0, *(n for _, n in runs)]).astype(np.int32)
-        batch.run_kind = np.array([kind for kind, _ in runs], np.int32)
-        return list(logits_tiles(batch))
-
-    assert ranges((SCORE, 200)) == [(0, 64), (64, 128), (128, 192), (192, 200)]
-    assert ranges((SAMPLE, 40), (SAMPLE, 30), (SCORE, 10), (SAMPLE, 24)) == [(0, 40), (40, 104)]
-    assert ranges((SAMPLE, 100), (SAMPLE, 1)) == [(0, 100), (100, 101)]
-    assert ranges((SAMPLE, 1), (SCORE, 64), (SAMPLE, 1)) == [(0, 64), (64, 66)]
 
 
 def test_too_little_memory_for_a_block(tiny_model_dir: Path) -> None:
