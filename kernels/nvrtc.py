@@ -53,13 +53,14 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def compile_cubin(source: str, architecture: int) -> Compiled:
-    """The file ``csrc/source`` compiled for sm_<architecture>. Raises NvrtcError with the compiler's log."""
+def compile_cubin(source: str, architecture: int, defines: tuple[str, ...] = ()) -> Compiled:
+    """The file ``csrc/source`` compiled for sm_<architecture> with ``defines`` ("NAME=1"). Raises NvrtcError with the
+    compiler's log."""
     nvrtc, program = library(), ctypes.c_void_p()
     text = (CSRC / source).read_bytes()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), 0, None, None), "nvrtcCreateProgram")
     try:
-        options = [*FLAGS, f"-arch=sm_{architecture}", f"-I{CSRC}", "--ptxas-options=-v"]
+        options = [*FLAGS, *(f"-D{d}" for d in defines), f"-arch=sm_{architecture}", f"-I{CSRC}", "--ptxas-options=-v"]
         argv = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
         failed = nvrtc.nvrtcCompileProgram(program, len(options), argv)
         log = _fetch(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
@@ -70,15 +71,15 @@ def compile_cubin(source: str, architecture: int) -> Compiled:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def cached_cubin(source: str, architecture: int) -> Path:
+def cached_cubin(source: str, architecture: int, defines: tuple[str, ...] = ()) -> Path:
     """The cubin's file, compiled now if the cache lacks it. Raises NvrtcError, OSError."""
-    digest = hashlib.sha256(repr((version(), FLAGS, architecture, source)).encode())
+    digest = hashlib.sha256(repr((version(), FLAGS, defines, architecture, source)).encode())
     for path in sorted(p for p in CSRC.iterdir() if p.suffix in (".h", ".cuh") or p.name == source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     target = cache_directory() / "cubin" / f"{Path(source).stem}-sm{architecture}-{digest.hexdigest()[:20]}.cubin"
     if not target.exists():
         with whole_file(target) as draft:
-            draft.write_bytes(compile_cubin(source, architecture).cubin)
+            draft.write_bytes(compile_cubin(source, architecture, defines).cubin)
     return target
 
 

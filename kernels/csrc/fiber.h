@@ -105,6 +105,11 @@ inline uint64_t exchange(int line, uint64_t value, int source) {
   return me.got;
 }
 
+// __syncwarp
+inline void warp_barrier(int line) {
+  if (line != machine->fault.skip_line) exchange(line, 0, -1);
+}
+
 inline void entry() {
   machine->body();
   wait(State::done, 0);

@@ -4,15 +4,12 @@ notices barriers that are missing or that some threads do not reach."""
 from __future__ import annotations
 
 import ctypes
-import faulthandler
-import os
-import signal
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from in_a_child import in_a_child
 from sampler_cases import ROW_KINDS, FiberSampler, bits, make_batch, make_row, pack_masks, params_grid, run_step
 
 from offbook.kernels.build import CSRC, load_library
@@ -104,16 +101,6 @@ def test_primitives_one_after_another_tell_all_threads_the_same() -> None:
 def barrier_lines() -> list[int]:
     source = (CSRC / "block_cuda.cuh").read_text().splitlines()
     return [number for number, line in enumerate(source, 1) if "__syncthreads()" in line]
-
-
-def in_a_child(check: Callable[[], bool]) -> bool:
-    """Whether the check holds, run in a forked child: a crash or a hang of 20 s also counts as yes."""
-    child = os.fork()
-    if child == 0:
-        faulthandler.disable()  # crashing is one of the ways to notice
-        signal.alarm(20)
-        os._exit(0 if check() else 1)
-    return os.waitpid(child, 0)[1] != 256  # exit status 1
 
 
 def test_a_barrier_left_out_is_noticed() -> None:
