@@ -18,11 +18,11 @@ import trio
 from ..kernels.default_model import fetch_default_model
 from ..kernels.devices import DeviceError, open_device
 from ..kernels.model_files import ModelFiles, open_model
-from ..kernels.step import BLOCK_TOKENS, Device
+from ..kernels.step import BLOCK_TOKENS, Device, StepLimits
 from .config import EngineConfig
 from .events import ModelCard
 from .execution import Executor, ThreadExecutor
-from .resolve import Limits
+from .resolve import KEPT_IDS_MAX, Limits
 from .tokens import Tokenizer
 
 Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
@@ -69,12 +69,18 @@ def _open_device(config: EngineConfig, files: ModelFiles, report: Progress) -> D
     try:
         return open_device(
             files, kind=config.device, dtype=config.dtype, kv_bytes=config.kv_bytes, threads=threads,
-            slots=config.running_max, progress=lambda done, total: report("loading weights", done, total),
+            slots=config.running_max, limits=_limits(config),
+            progress=lambda done, total: report("loading weights", done, total),
         )  # fmt: skip
     except OSError as error:  # the cache directory cannot be made, filled or run from
         reason = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
         hint = "compiled kernels are kept in $OFFBOOK_CACHE_DIR, by default ~/.cache/offbook"
         raise DeviceError(f"the device cannot be made ready: {reason}; {hint}") from error
+
+
+def _limits(config: EngineConfig) -> StepLimits:
+    drafted = 1 + config.draft_tokens_max  # rows of a sequence that decodes
+    return StepLimits(config.step_tokens_max + config.running_max * drafted, drafted, config.logprobs_max, KEPT_IDS_MAX)
 
 
 def _loaded(

@@ -10,11 +10,12 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 from .build import NoCompilerError
 from .model_files import ModelFiles
-from .step import Device
+from .nvrtc import NvrtcError
+from .step import Device, StepLimits
 
 DeviceKind = Literal["auto", "cpu", "torch-cpu", "cuda"]
 DeviceDtype = Literal["auto", "bfloat16", "float32"]
@@ -35,40 +36,24 @@ def open_device(
     kv_bytes: int,
     threads: int,
     slots: int,
+    limits: StepLimits,
     progress: Progress | None = None,
 ) -> Device:
     """Loads the model onto a device: "auto" is CUDA where torch sees it, else the CPU.
 
-    "cpu" falls back to "torch-cpu", with one warning, where its C++ library cannot be built. Raises DeviceError,
-    ModelFileError.
+    CUDA makes its memory for steps within ``limits``. Plain torch takes over, with one warning, where the CPU's C++
+    library or CUDA's kernels cannot be had. Raises DeviceError, ModelFileError.
     """
     if kind == "auto":
         kind = "cuda" if cuda_available() else "cpu"
     elif kind == "cuda" and not cuda_available():
         raise DeviceError("no CUDA device is available to torch; choose the device 'cpu'")
 
-    def with_torch(where: Literal["cpu", "cuda"]) -> Device:
-        from .torch_device import TorchDevice
-
-        return TorchDevice(files.spec, files.weights, kv_bytes=kv_bytes, threads=threads, dtype=dtype, slots=slots,
-                           kind=where, progress=progress)  # fmt: skip
-
-    def with_library() -> Device:
-        from .cpu_device import CpuDevice
-
-        device: Device = CpuDevice(files.spec, files.weights, kv_bytes=kv_bytes, threads=threads, dtype=dtype,
-                                   slots=slots, progress=progress)  # fmt: skip
-        return device
-
+    options = _Options(kv_bytes=kv_bytes, dtype=dtype, slots=slots, progress=progress)
     try:
         if kind == "cuda":
-            return with_torch("cuda")
-        if kind == "cpu":
-            try:
-                return with_library()
-            except NoCompilerError as error:
-                _log.warning("the CPU library cannot be built, so torch is used, which is slower: %s", error)
-        return with_torch("cpu")
+            return _on_cuda(files, limits, threads, options)
+        return _on_cpu(files, threads, options) if kind == "cpu" else _on_torch(files, "cpu", threads, options)
     except (MemoryError, RuntimeError) as error:
         if not _is_memory(error):
             raise
@@ -78,6 +63,41 @@ def open_device(
         ) from error
     except ValueError as error:
         raise DeviceError(str(error)) from error
+
+
+class _Options(TypedDict):
+    """What every device is told."""
+
+    kv_bytes: int
+    dtype: DeviceDtype
+    slots: int
+    progress: Progress | None
+
+
+def _on_torch(files: ModelFiles, where: Literal["cpu", "cuda"], threads: int, options: _Options) -> Device:
+    from .torch_device import TorchDevice
+
+    return TorchDevice(files.spec, files.weights, threads=threads, kind=where, **options)
+
+
+def _on_cpu(files: ModelFiles, threads: int, options: _Options) -> Device:
+    from .cpu_device import CpuDevice
+
+    try:
+        return CpuDevice(files.spec, files.weights, threads=threads, **options)
+    except NoCompilerError as error:
+        _log.warning("the CPU library cannot be built, so torch is used, which is slower: %s", error)
+    return _on_torch(files, "cpu", threads, options)
+
+
+def _on_cuda(files: ModelFiles, limits: StepLimits, threads: int, options: _Options) -> Device:
+    from .cuda_device import CudaDevice
+
+    try:
+        return CudaDevice(files.spec, files.weights, limits=limits, **options)
+    except (ImportError, NvrtcError) as error:
+        _log.warning("no CUDA kernels, so torch is used, which is slower; pip install 'offbook[gpu]': %s", error)
+    return _on_torch(files, "cuda", threads, options)
 
 
 def cuda_available() -> bool:

@@ -71,6 +71,16 @@ class StepBatch:
     run_mu: F32 = field(default_factory=lambda: np.empty(0, np.float32))  # [R] mirostat's mu (ignored when off)
 
 
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest steps that will come, for devices that make their memory before the first one."""
+
+    rows: int
+    run_rows: int = 1  # of a SAMPLE run
+    alternatives: int = 5  # top_logprobs of a run
+    kept_ids: int = 1000  # kept_ids_max of a run
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step gave, per logits row (K) and per run (R). Rows that a run did not reach hold token -1."""

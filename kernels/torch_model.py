@@ -46,9 +46,11 @@ class TorchModel:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        head_dtype: torch.dtype = torch.float32,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Decodes all weights; ``progress`` gets (layers done, layers in all). Raises ModelFileError."""
+        """Decodes all weights, embedding and head to ``head_dtype``; ``progress`` gets (layers done, layers in all).
+        Raises ModelFileError."""
         self.spec = spec
         self.device = device
         self.dtype = dtype
@@ -58,8 +60,8 @@ class TorchModel:
             self.layers.append(self._layer(f"blk.{index}."))
             if progress:
                 progress(index + 1, spec.n_layers)
-        self.embedding = self._load(torch.float32, "token_embd.weight")
-        self.head_weight = self.embedding if spec.tied_head else self._load(torch.float32, "output.weight")
+        self.embedding = self._load(head_dtype, "token_embd.weight")
+        self.head_weight = self.embedding if spec.tied_head else self._load(head_dtype, "output.weight")
         self.output_norm = self._load(torch.float32, "output_norm.weight")
         angles = np.outer(np.arange(spec.context_length), inverse_frequencies(spec.rope, spec.head_dim))
         self.cos = torch.from_numpy(np.cos(angles).astype(np.float32)).to(device)  # [context, D / 2]

@@ -27,7 +27,7 @@ from offbook.actors.loading import load_model
 from offbook.kernels.default_model import fetch_default_model
 from offbook.kernels.devices import open_device
 from offbook.kernels.model_files import open_model
-from offbook.kernels.step import U32, StepBatch, StepResult
+from offbook.kernels.step import U32, StepBatch, StepLimits, StepResult
 
 KV_BYTES = 512 << 20
 SLOTS = 64
@@ -37,7 +37,8 @@ ROUNDS = 3
 
 def serve_device(pipe: Connection) -> None:
     """The child: a forward pass and a sample for each batch that comes."""
-    device = open_device(open_model(fetch_default_model()), kv_bytes=KV_BYTES, threads=2, slots=SLOTS)
+    device = open_device(open_model(fetch_default_model()), kv_bytes=KV_BYTES, threads=2, slots=SLOTS,
+                         limits=StepLimits(rows=4096))  # fmt: skip
     pipe.send((device.blocks_total, device.vocabulary_size, device.context_length))
     while (batch := pipe.recv()) is not None:
         device.forward(batch)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from sampler_cases import ROW_KINDS, bits, make_batch, make_row, pack_masks, params_grid, run_step
 
+from offbook.kernels.cuda import Cuda
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.sampler import Sampler, new_result
 from offbook.kernels.sampler_gpu import GpuSampler
@@ -54,7 +55,7 @@ def say(text: str) -> None:
 
 
 def make(v: int, rows: int) -> GpuSampler:
-    return GpuSampler(v, 1, rows=rows, runs=rows, mask_rows=3)
+    return GpuSampler(Cuda(), v, 1, rows=rows, runs=rows, mask_rows=3)
 
 
 def on_gpu(sampler: GpuSampler, logits: Any, batch: Any, masks: Any) -> Any:

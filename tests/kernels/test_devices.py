@@ -12,8 +12,9 @@ from offbook.kernels import cpu_device, devices
 from offbook.kernels.build import NoCompilerError
 from offbook.kernels.devices import DeviceError, cuda_available, open_device
 from offbook.kernels.model_files import ModelFiles, open_model
+from offbook.kernels.step import StepLimits
 
-SIZES: dict[str, Any] = {"kv_bytes": 1 << 20, "threads": 1, "slots": 1}
+SIZES: dict[str, Any] = {"kv_bytes": 1 << 20, "threads": 1, "slots": 1, "limits": StepLimits(64)}
 
 
 @pytest.fixture(scope="module")
