@@ -10,13 +10,16 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import trio
+from host_cuda import HostCuda, use_small_tiles
 
 from offbook.actors.config import EngineConfig
 from offbook.actors.engine import Engine, open_engine
 from offbook.actors.events import Delta, Usage
+from offbook.kernels import cuda_device, devices
 
 ROUNDS = int(os.environ.get("SEED_CONTRACT_ROUNDS", "6"))
 TEXTS = (
@@ -25,6 +28,7 @@ TEXTS = (
 )  # fmt: skip
 Body = dict[str, object]
 Answers = list[Delta]
+Device = Literal["cpu", "cuda"]
 
 
 def random_body(rng: random.Random, context: int) -> Body:
@@ -50,14 +54,16 @@ async def ask(engine: Engine, body: Body) -> tuple[Answers, Usage]:
         return await answer.choices(), answer.usage
 
 
-async def lone_runs(model: Path, bodies: list[Body]) -> list[tuple[Answers, Usage]]:
+async def lone_runs(model: Path, device: Device, bodies: list[Body]) -> list[tuple[Answers, Usage]]:
     """Each request by itself, nothing cached, prefilled in one piece."""
-    config = EngineConfig(model=str(model), device="cpu", kv_bytes=64 * 2**20, prefix_cache=False)
+    config = EngineConfig(model=str(model), device=device, kv_bytes=64 * 2**20, prefix_cache=False)
     async with open_engine(config) as engine:
         return [await ask(engine, body) for body in bodies]
 
 
-async def crowded(rng: random.Random, model: Path, bodies: list[Body]) -> tuple[dict[int, tuple[Answers, Usage]], int]:
+async def crowded(
+    rng: random.Random, model: Path, device: Device, bodies: list[Body]
+) -> tuple[dict[int, tuple[Answers, Usage]], int]:
     """All at once, twice over, in a random order, in an engine too small for them, with neighbours that leave."""
     got: dict[int, tuple[Answers, Usage]] = {}
 
@@ -72,7 +78,7 @@ async def crowded(rng: random.Random, model: Path, bodies: list[Body]) -> tuple[
                     break
 
     config = EngineConfig(
-        model=str(model), device="cpu", kv_bytes=rng.choice((1, 2, 8)) * small_pool(model),
+        model=str(model), device=device, kv_bytes=rng.choice((1, 2, 8)) * small_pool(model),
         running_max=rng.choice((3, 8, 32)), step_tokens_max=rng.choice((7, 33, 512)), threads=rng.choice((1, 2)),
         step_busy_ms=rng.choice((1.0, 50.0)), prompt_lookup=rng.random() < 0.3,
     )  # fmt: skip
@@ -95,20 +101,30 @@ def small_pool(model: Path) -> int:
     return 450 * (23_040 if model.suffix == ".gguf" else 1_024)
 
 
+async def compare(seed: int, model: Path, device: Device, context: int) -> None:
+    rng = random.Random(seed)
+    bodies = [random_body(rng, context) for _ in range(8)]
+    lone = await lone_runs(model, device, bodies)
+    got, _ = await crowded(rng, model, device, bodies)
+    for i, (choices, usage) in got.items():
+        body, (expected, expected_usage) = bodies[i % len(bodies)], lone[i % len(bodies)]
+        assert choices == expected, f"seed {seed}: {body}"
+        assert usage.completion_tokens == expected_usage.completion_tokens
+        assert usage.prompt_tokens == expected_usage.prompt_tokens
+
+
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_every_answer_equals_its_lone_cold_run(seed: int, default_model_path: Path) -> None:
-    rng = random.Random(seed)
+    trio.run(compare, seed, default_model_path, "cpu", 200)
 
-    async def main() -> None:
-        bodies = [random_body(rng, 200) for _ in range(8)]
-        lone = await lone_runs(default_model_path, bodies)
-        got, _ = await crowded(rng, default_model_path, bodies)
-        for i, (choices, usage) in got.items():
-            body, (expected, expected_usage) = bodies[i % len(bodies)], lone[i % len(bodies)]
-            assert choices == expected, f"seed {seed}: {body}"
-            assert usage.completion_tokens == expected_usage.completion_tokens
-            assert usage.prompt_tokens == expected_usage.prompt_tokens
 
-    trio.run(main)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(max(ROUNDS // 3, 1)))
+def test_so_it_does_on_the_cuda_device(seed: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole engine over the CUDA device, whose kernels run on fibers: all but the GPU itself."""
+    use_small_tiles(monkeypatch)
+    monkeypatch.setattr(devices, "cuda_available", lambda: True)
+    monkeypatch.setattr(cuda_device, "Cuda", HostCuda)
+    trio.run(compare, seed, tiny_model_dir, "cuda", 60)

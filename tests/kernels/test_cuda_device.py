@@ -6,19 +6,22 @@ show (torch's and CuPy's CUDA calls, cuBLAS, times) is in tests/gpu.
 
 from __future__ import annotations
 
+import importlib
 import logging
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from host_cuda import HostCuda
+from host_cuda import HostCuda, use_small_tiles
 from sampler_cases import bits, make_batch, pack_masks, run_step
 
-from offbook.kernels import cuda_device, cuda_model
+from offbook.kernels import cuda_device, devices, torch_device
 from offbook.kernels.cuda_device import CudaDevice
 from offbook.kernels.cuda_model import buckets
 from offbook.kernels.cuda_products import TiledProducts
+from offbook.kernels.model_files import open_model
 from offbook.kernels.nvrtc import NvrtcError
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.sampler import Sampler
@@ -34,12 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small steps have several tiles, buckets and launches without a graph."""
-    monkeypatch.setattr(cuda_model, "TILE_ROWS", (4,))
-    monkeypatch.setattr(cuda_model, "LARGER_TILE_ROWS", (16,))
-    monkeypatch.setattr(cuda_model, "GRAPH_ROWS_MAX", 24)
-    monkeypatch.setattr(cuda_device, "LOGITS_ROWS", 24)
-    torch.set_num_threads(1)
+    use_small_tiles(monkeypatch)
 
 
 def open_cuda(model: Any, dtype: Dtype = "float32", rows: int = 400, **limits: int) -> CudaDevice:
@@ -213,9 +211,6 @@ def test_without_kernels_torch_steps_in_with_one_warning(
     tiny_model_dir: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a machine with CUDA but without CuPy or NVRTC the plain torch device opens in its place."""
-    from offbook.kernels import devices, torch_device
-    from offbook.kernels.model_files import open_model
-
     opened = []
     monkeypatch.setattr(devices, "cuda_available", lambda: True)
     monkeypatch.setattr(torch_device, "TorchDevice", lambda *_, kind, **__: opened.append(kind))
@@ -230,3 +225,16 @@ def test_without_kernels_torch_steps_in_with_one_warning(
         assert [str(error) in r.getMessage() and "offbook[gpu]" in r.getMessage() for r in caplog.records] == [True]
         caplog.clear()
     assert opened == ["cuda", "cuda"]
+
+
+def test_the_check_for_a_gpu_runs(tiny_model_dir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prepared script's own checks, on fibers: when a GPU comes, the script is not what fails."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "gpu"))
+    check = importlib.import_module("check_step")
+    files = open_model(tiny_model_dir)
+    monkeypatch.setattr(check, "CONTEXT", 60)
+    monkeypatch.setattr(check, "SHAPES", ((32, 4, 4),))
+    check.check_attention(HostCuda)
+    check.check_parity(files, HostCuda, length=40)
+    check.check_crowds(files, HostCuda, "bfloat16", (1, 2, 5))
+    check.time_steps(files, HostCuda, "bfloat16", 1e9, (1, 4), (30,), repeats=2)

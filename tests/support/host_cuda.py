@@ -11,20 +11,32 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from offbook.kernels import cuda_device, cuda_model
 from offbook.kernels.build import load_library
 from offbook.kernels.cuda import Array, Cuda, Launch
 
 Call = Callable[[], None]
 
 
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small steps have several tiles, buckets, and launches without a graph; and no thread of torch's own."""
+    monkeypatch.setattr(cuda_model, "TILE_ROWS", (4,))
+    monkeypatch.setattr(cuda_model, "LARGER_TILE_ROWS", (16,))
+    monkeypatch.setattr(cuda_model, "GRAPH_ROWS_MAX", 24)
+    monkeypatch.setattr(cuda_device, "LOGITS_ROWS", 24)
+    torch.set_num_threads(1)
+
+
 class HostCuda(Cuda):
-    """``schedule``: the order in which fibers run; ``skip_line``: barriers that are left out."""
+    """``schedule``: the order in which fibers run; ``skip_line``: barriers that are left out; ``forgiving``: what the
+    fibers complain of is kept in ``complaint`` and not raised."""
 
     def __init__(self, schedule: int = 2, multiprocessors: int = 2) -> None:
         self.device, self.name, self.multiprocessors = torch.device("cpu"), "fibers", multiprocessors
-        self.schedule, self.skip_line = schedule, 0
+        self.schedule, self.skip_line, self.forgiving = schedule, 0, False
         self.complaint = ""
         self._recorded: list[Call] | None = None
 
@@ -103,7 +115,7 @@ class HostCuda(Cuda):
         self._do(multiply)
 
     def synchronize(self) -> None:
-        assert self.complaint == ""
+        assert self.forgiving or self.complaint == "", self.complaint
 
     def release(self) -> None:
         pass
