@@ -164,9 +164,11 @@ class CudaDevice:
         started = time.perf_counter()
         result = new_result(batch)
         with self._cuda.active():
-            for begin, end in logits_tiles(batch, self._logits_rows):
-                self._sample_rows(batch, begin, end, masks, result)
-            self._cuda.synchronize()  # a step without logits rows, too, is over when its inputs are overwritten
+            try:
+                for begin, end in logits_tiles(batch, self._logits_rows):
+                    self._sample_rows(batch, begin, end, masks, result)
+            finally:
+                self._cuda.synchronize()  # a step that wants no logits, or is refused, has read its inputs before the next
         result.forward_ms = self._forward_ms
         result.sample_ms = 1e3 * (time.perf_counter() - started)
         return result

@@ -49,14 +49,14 @@ class CudaModel:
         self._attend, self._fold, self._gate = (kernel(f"offbook_{name}") for name in ("attend", "fold", "gate"))
         self._attention_blocks = BLOCKS_PER_MULTIPROCESSOR * cuda.multiprocessors
         layer = model.layers[0]
-        weights = (layer.qkv, layer.attn_output, layer.gate_up, layer.ffn_down)
-        operands = [*((w, model.dtype) for w in weights), (model.head_weight, torch.float32)]
-        self.products = TiledProducts(cuda, operands, bases=TILE_ROWS, larger=LARGER_TILE_ROWS)
+        weights = [(w, model.dtype) for w in (layer.qkv, layer.attn_output, layer.gate_up, layer.ffn_down)]
+        self.products = TiledProducts(cuda, weights, bases=TILE_ROWS, larger=LARGER_TILE_ROWS)
+        self._head = TiledProducts(cuda, [(model.head_weight, torch.float32)], bases=TILE_ROWS, larger=())
         self.cache_places = (blocks + 1) * BLOCK_TOKENS
         cache = (spec.n_layers, spec.n_kv_heads, self.cache_places, spec.head_dim)
         self._keys, self._values = cuda.zeros(cache, model.dtype), cuda.zeros(cache, model.dtype)
         self.buckets = buckets(self.products.base, min(rows, GRAPH_ROWS_MAX))
-        self.logits_buckets = buckets(self.products.base, logits_rows)
+        self.logits_buckets = buckets(self._head.base, logits_rows)
         self._make_buffers(max(self.padded(rows), self.buckets[-1]), self.logits_buckets[-1])
         records = np.concatenate([self._rotation(layer) for layer in model.layers])
         self._rotations = cuda.put(records.view(np.uint8))
@@ -124,10 +124,10 @@ class CudaModel:
             product(gated, layer.ffn_down, added)
 
     def tail(self, rows: int, picks: int) -> None:
-        """``logits`` of the ``rows`` rows (a multiple of the products' base) whose numbers are at address ``picks``."""
+        """``logits`` of the ``rows`` rows (one of ``logits_buckets``) whose numbers are at address ``picks``."""
         picked = self._picked[:rows]
         self._add_and_norm(rows, self._model.output_norm, picked, added=self._added, picks=picks)
-        self.products.product(picked, self._model.head_weight, self.logits[:rows])
+        self._head.product(picked, self._model.head_weight, self.logits[:rows])
 
     def _add_and_norm(
         self, rows: int, weight: torch.Tensor, out: torch.Tensor, *, added: torch.Tensor | None, picks: int = 0

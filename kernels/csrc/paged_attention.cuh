@@ -4,6 +4,8 @@
 // partition an online softmax takes TILE positions at a time: scores add up over dimensions in order, the tile's weights
 // add up in warp_sum's tree, values are added position by position. Partitions are folded in ascending order. Which
 // rows share an item, and whether an item walks one partition or all, changes where a sum is kept, never its bits.
+// Kept libraries were not it: torch's varlen attention has pages only with FlashAttention-3, none of them takes float32,
+// and their splits follow the batch or the longest sequence.
 // Nothing after a query's own position enters its sums, so what a recycled block still holds can never leak.
 #pragma once
 
