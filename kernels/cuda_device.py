@@ -168,7 +168,7 @@ class CudaDevice:
                 for begin, end in logits_tiles(batch, self._logits_rows):
                     self._sample_rows(batch, begin, end, masks, result)
             finally:
-                self._cuda.synchronize()  # a step that wants no logits, or is refused, has read its inputs before the next
+                self._cuda.synchronize()  # even a step without logits or refused has read its inputs by the next one
         result.forward_ms = self._forward_ms
         result.sample_ms = 1e3 * (time.perf_counter() - started)
         return result
