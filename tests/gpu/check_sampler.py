@@ -9,16 +9,14 @@ parameter set against the time that one read of the logits takes.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_check import sanitize, say
 from sampler_cases import ROW_KINDS, bits, make_batch, make_row, pack_masks, params_grid, run_step
 
 from offbook.kernels.cuda import Cuda
@@ -48,10 +46,6 @@ def step(v: int, rows: int, seed: int) -> tuple[Any, Any, Any]:
     allowed = rng.random((3, v)) < 0.6
     allowed[2] = False
     return logits, make_batch(params, mask_rows=[i % 3 if i % 3 == 0 else -1 for i in range(rows)]), pack_masks(allowed)
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
 
 
 def make(v: int, rows: int) -> GpuSampler:
@@ -135,11 +129,7 @@ def main() -> None:
         check_bits(v)
     check_graph(VOCABULARIES[0])
     time_kernels()
-    if sanitizer := shutil.which("compute-sanitizer"):
-        for tool in ("memcheck", "racecheck"):
-            command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, str(Path(__file__))]
-            subprocess.run([*command, "--short"], check=True, timeout=200)
-            say(f"compute-sanitizer {tool}: clean")
+    sanitize(__file__)
     say(f"done in {time.monotonic() - start:.0f} s")
 
 

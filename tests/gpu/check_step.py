@@ -12,17 +12,14 @@ measured here. ``tests/kernels/test_cuda_device.py`` runs these functions on fib
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from attention_case import MIXED, Attention, spec_of
+from gpu_check import sanitize, say
 from host_cuda import HostCuda
 
 from offbook.kernels.build import NoCompilerError
@@ -37,11 +34,6 @@ from offbook.kernels.step import BLOCK_TOKENS, F32, SAMPLE, StepBatch, StepLimit
 SHAPES = ((64, 9, 3), (128, 8, 2), (64, 14, 2))
 CONTEXT = 192  # positions of the rows that are timed
 Rows = Iterable[tuple[int, int, int]]  # sequence, first position, end
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def step(rows: Rows, ids: Any, width: int) -> StepBatch:
@@ -199,11 +191,7 @@ def main() -> None:
     for dtype in ("float32", "bfloat16"):
         check_crowds(files, Cuda, dtype, (1, 2, 16, 63, 64, 65, 130, 256))
         time_steps(files, Cuda, dtype, speed, (1, 16, 64, 256), (512, 2048), repeats=30)
-    if sanitizer := shutil.which("compute-sanitizer"):
-        for tool in ("memcheck", "racecheck"):
-            command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, str(Path(__file__))]
-            subprocess.run([*command, "--short"], check=True, timeout=200)
-            say(f"compute-sanitizer {tool}: clean")
+    sanitize(__file__)
     say(f"done in {time.monotonic() - start:.0f} s")
 
 
