@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -238,3 +239,7 @@ def test_the_check_for_a_gpu_runs(tiny_model_dir: Any, monkeypatch: pytest.Monke
     check.check_parity(files, HostCuda, length=40)
     check.check_crowds(files, HostCuda, "bfloat16", (1, 2, 5))
     check.time_steps(files, HostCuda, "bfloat16", 1e9, (1, 4), (30,), repeats=2)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "argv", ["check_step.py", "--short"])
+        with pytest.raises(SystemExit, match="needs a CUDA device: nothing was run"):
+            check.main()
