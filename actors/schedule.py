@@ -145,6 +145,8 @@ class Scheduler:
         self._advance(plan, sequence, 1, drafts)
 
     def _drafts(self, sequence: Sequence) -> list[int]:
+        if sequence.drafter is None and sequence.matcher is None:
+            return []
         most = min(self.drafts_max, sequence.room - 1)
         if sequence.thinking is not None:
             most = min(most, sequence.thinking.draft_limit)
@@ -228,6 +230,8 @@ class Scheduler:
     def _cover(self, plan: Plan, sequence: Sequence, tokens: int) -> bool:
         """Give the sequence blocks for so many positions, taking them from younger sequences if need be."""
         need = blocks_for(tokens) - len(sequence.blocks)
+        if need <= 0:
+            return True
         while need > self.pool.available:
             victim = self.running[-1]
             if victim.arrival <= sequence.arrival:

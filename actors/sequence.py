@@ -108,7 +108,8 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.n_output > 0 and self.remaining == 1
+        length = len(self.tokens)
+        return length > self.n_prompt and length == self.computed + 1
 
     @property
     def constrained(self) -> bool:
@@ -149,6 +150,7 @@ class Sequence:
     def take(self, token: int) -> str | None:
         """Append a generated token; the reason to finish, if it is the last one."""
         self.tokens.append(token)
-        if token in self.eos_ids and self.n_output > self.min_tokens:
+        n_output = self.n_output
+        if token in self.eos_ids and n_output > self.min_tokens:
             return "stop"
-        return "length" if self.n_output >= self.max_tokens else None
+        return "length" if n_output >= self.max_tokens else None
