@@ -182,7 +182,8 @@ class Scheduler:
         sequence.move("start")
         insort(self.running, sequence, key=lambda s: s.arrival)
         matched = len(match.blocks)
-        sequence.blocks, sequence.computed = match.blocks, match.length
+        sequence.give(match.blocks)
+        sequence.computed = match.length
         if sequence.cached_tokens is None:
             sequence.cached_tokens = match.length
         if sequence.params.uses_slot:
@@ -240,7 +241,7 @@ class Scheduler:
         for _ in range(need):
             block = self.pool.allocate()
             assert block is not None, "counted above"
-            sequence.blocks.append(block)
+            sequence.give((block,))
         return True
 
     def _preempt(self, plan: Plan, sequence: Sequence) -> None:
@@ -257,8 +258,7 @@ class Scheduler:
     def _let_go(self, sequence: Sequence) -> None:
         if sequence.blocks:
             self.prefix.enter_tail(sequence, self._last_step)
-        self.pool.release(reversed(sequence.blocks), keep=sequence.keep)
-        sequence.blocks, sequence.computed = [], 0
+        self.pool.release(reversed(sequence.drop_blocks()), keep=sequence.keep)
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1

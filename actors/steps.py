@@ -6,9 +6,10 @@ applied to its sequence here and nowhere else.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -93,12 +94,10 @@ def assemble(plan: Plan) -> Step:
     tokens: list[int] = []
     opens: list[SlotOpen] = []
     runs = _Runs()
-    tables = np.zeros((len(works), max(len(w.sequence.blocks) for w in works)), np.int32)
-    for i, work in enumerate(works):
+    for work in works:
         sequence, first_row = work.sequence, len(tokens)
         tokens += sequence.tokens[work.start : work.start + work.count]
         tokens += work.drafts
-        tables[i, : len(sequence.blocks)] = [b.id for b in sequence.blocks]
         if sequence.score_from is not None:
             runs.score(work, first_row)
         if work.draws:
@@ -106,15 +105,15 @@ def assemble(plan: Plan) -> Step:
                 opens.append(_slot_open(sequence))
                 sequence.slot_stale = False
             runs.sample(work, first_row)
-    counts = [w.count + len(w.drafts) for w in works]
+    counts = _i32([w.count + len(w.drafts) for w in works])
     logit_rows, row_forced, row_draft, row_mask = np.ascontiguousarray(_i32(runs.rows).reshape(-1, 4).T)
     drawing = [w.sequence for w in runs.works]
     batch = StepBatch(
         step_id=plan.step_id,
         token_ids=_i32(tokens),
-        positions=_ranges([w.start for w in works], counts),
+        positions=_ranges(_i32([w.start for w in works]), counts),
         row_sequence=np.repeat(np.arange(len(works), dtype=np.int32), counts),
-        block_tables=tables,
+        block_tables=_padded([w.sequence.table for w in works]),
         copies=_i32(plan.copies).reshape(-1, 2),
         slot_opens=opens,
         logit_rows=logit_rows,
@@ -136,10 +135,18 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
     return SlotOpen(sequence.slot, _i32(sequence.tokens[:n]), _i32(sequence.tokens[n:]), sequence.params)
 
 
-def _ranges(starts: Seq[int], counts: Seq[int]) -> I32:
+def _padded(tables: list[array[int]]) -> I32:
+    """Block tables of any lengths as rows of one array. A step would spend most of its assembly on them id by id."""
+    lengths = _i32([len(t) for t in tables])
+    rows = np.zeros((len(tables), lengths.max()), np.int32)
+    rows[np.arange(rows.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(tables), np.int32)
+    return rows
+
+
+def _ranges(starts: I32, counts: I32) -> I32:
     """[start, start + 1, ...] for each pair, joined."""
-    before = np.array([0, *accumulate(counts)][:-1], np.int32)
-    return np.arange(sum(counts), dtype=np.int32) + np.repeat(_i32(starts) - before, counts)
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.arange(ends[-1], dtype=np.int32) + np.repeat(starts - ends + counts, counts)
 
 
 def _i32(values: Seq[object]) -> I32:
