@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..kernels.params import SamplingParams
 from ..kernels.step import I32, SAMPLE, SCORE, U32, SlotOpen, StepBatch, StepResult
 from .grammar import ConstraintError, Matcher
 from .schedule import Plan, Scheduler, Work
