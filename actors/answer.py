@@ -17,7 +17,7 @@ from .choice import join
 from .errors import CompletionError, DeadlineExceeded, StepFailed
 from .events import Delta, PromptInfo, Speculation, Timings, Usage
 from .request import CompletionRequest
-from .ticket import Accepted, Ended, Event
+from .ticket import Accepted, Ended, Event, Ticket
 
 
 class Buffering:
@@ -59,7 +59,7 @@ class Answer:
 
     def __init__(
         self, *, id: str, created: int, model: str, request: CompletionRequest,
-        events: trio.MemoryReceiveChannel[Event], deadline: float, buffering: Buffering,
+        events: trio.MemoryReceiveChannel[Event], ticket: Ticket, deadline: float, buffering: Buffering,
     ) -> None:  # fmt: skip
         self.id = id
         self.created = created  # unix seconds
@@ -76,6 +76,7 @@ class Answer:
         self.speculation: Speculation | None = None
         self.concurrent_requests = 0
         self._events = events
+        self._ticket = ticket  # to be marked, no more
         self._deadline = deadline
         self._buffering = buffering
         self._held: dict[int, _Held] = {}
@@ -92,6 +93,7 @@ class Answer:
     def close(self) -> None:
         """Abandon what has not been received; the engine frees it within one step. Synchronous, never fails."""
         self._events.close()
+        self._ticket.abandoned = True
 
     def __aiter__(self) -> Self:
         return self

@@ -77,11 +77,9 @@ def _stamp(ticket: Ticket, delta: Delta, at: float, metrics: EngineMetrics) -> N
 
 
 def _send(ticket: Ticket, event: Event) -> None:
-    """A reader that has left is batching's to notice; a full channel would be a bug in its capacity."""
-    try:
+    """A reader that has left is batching's to let go; a full channel would be a bug in its capacity."""
+    if not ticket.abandoned:
         ticket.reply.send_nowait(event)
-    except trio.BrokenResourceError:
-        pass
 
 
 def _end(ticket: Ticket) -> None:
