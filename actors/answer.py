@@ -102,15 +102,19 @@ class Answer:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._ready:
-            if self._ended:
+        if not self._ready:
+            await self._fill()
+            if not self._ready:
                 raise StopAsyncIteration
-            event = await self._receive()
-            if event is not None:
-                self._take(event)
-                self._take_all_nowait()
-            self._release()
         return self._ready.popleft()
+
+    async def next_all(self) -> list[Delta]:
+        """All deltas that are due, as soon as one is: a door writes them in one go. Empty after the last."""
+        if not self._ready:
+            await self._fill()
+        out = list(self._ready)
+        self._ready.clear()
+        return out
 
     async def choices(self) -> list[Delta]:
         """The whole answer: one joined delta per choice, by index."""
@@ -119,13 +123,14 @@ class Answer:
             deltas.setdefault(delta.index, []).append(delta)
         return [join(deltas[i]) for i in sorted(deltas)]
 
-    def drain_nowait(self) -> list[Delta]:
-        """What is there already, without waiting: a door writes it in one go."""
-        self._take_all_nowait()
-        self._release()
-        out = list(self._ready)
-        self._ready.clear()
-        return out
+    async def _fill(self) -> None:
+        """Wait until a delta is ready, or the answer at its end."""
+        while not self._ready and not self._ended:
+            event = await self._receive()
+            if event is not None:
+                self._take(event)
+                self._take_all_nowait()
+            self._release()
 
     async def _receive(self) -> Event | None:
         """The next event, or None when held deltas may be due before one has come."""

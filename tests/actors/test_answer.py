@@ -125,13 +125,14 @@ async def test_closing_tells_the_other_side_at_once() -> None:
         send.send_nowait(END)
 
 
-async def test_drain_takes_what_is_there_and_keeps_what_is_held(autojump_clock: trio.testing.MockClock) -> None:
+async def test_next_all_takes_what_is_due_and_keeps_what_is_held(autojump_clock: trio.testing.MockClock) -> None:
     send, answer = opened(buffering=Buffering(tokens=2))
-    assert answer.drain_nowait() == []
-    send.send_nowait((delta(0, 1), delta(1, 1, 2)))
-    assert answer.drain_nowait() == [delta(1, 1, 2)]
+    send.send_nowait((delta(0, 1), delta(1, 1, 2), delta(2, 5, 6)))
+    assert await answer.next_all() == [delta(1, 1, 2), delta(2, 5, 6)]
     send.send_nowait((delta(0, 2, finish="stop"),))
-    assert answer.drain_nowait() == [delta(0, 1, 2, finish="stop")]
+    assert await answer.next_all() == [delta(0, 1, 2, finish="stop")]
+    send.send_nowait(END)
+    assert await answer.next_all() == []
 
 
 @pytest.mark.parametrize(
