@@ -1,9 +1,8 @@
 """The actor that owns the sequences: it plans a step, has it run, and applies what came out.
 
 Rules of this file: at most one step is out; a sequence that is in it is not touched until it is back. Between two steps
-the device idles, so nothing happens there that the next step does not need: figures, text and delivery wait until it
-has been taken on its way. Nothing here waits for a caller: callers who left are found at the next step and their blocks
-freed then.
+the device idles, so nothing happens there that the next step does not need: figures, text and delivery come when it is
+on its way. Nothing here waits for a caller: callers who left are found at the next step and their blocks freed then.
 """
 
 from __future__ import annotations
@@ -60,11 +59,13 @@ async def batching(
                     assert_never(message)
             sent = batcher.advance()
             if sent is not None:
-                await trio.lowlevel.checkpoint()  # execution's turn
+                await trio.lowlevel.checkpoint()  # let execution take it
             batcher.tell(sent)
 
 
 class _News(NamedTuple):
+    """What a step gave; ``at``: when it was done."""
+
     done: StepDone
     gains: list[Gain]
     at: float

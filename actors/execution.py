@@ -105,7 +105,7 @@ class _Worker:
     """A daemon thread that runs one call after another: unlike a pool's, it never keeps a process from exiting."""
 
     def __init__(self, name: str) -> None:
-        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], threading.Lock] | None]
+        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], threading.Event] | None]
         self._inbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -114,11 +114,10 @@ class _Worker:
         """With ``hand_over``, the GIL goes to the worker too: else its call would begin when this thread next waits for
         something, which after a step of 64 streams is a millisecond later."""
         future: Future[T] = Future()
-        taken = threading.Lock()
-        taken.acquire()
+        taken = threading.Event()
         self._inbox.put((future, call, taken))
         if hand_over:
-            taken.acquire(timeout=HAND_OVER_S)
+            taken.wait(HAND_OVER_S)
         return future
 
     def close(self) -> None:
@@ -131,7 +130,7 @@ class _Worker:
     def _serve(self) -> None:
         while (job := self._inbox.get()) is not None:
             future, call, taken = job
-            taken.release()
+            taken.set()
             try:
                 future.set_result(call())
             except BaseException as error:  # noqa: BLE001, ASYNC103  (a thread: handed to whoever waits)

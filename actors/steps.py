@@ -55,7 +55,7 @@ class _Runs:
     """Grows the rows and runs of a batch."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, int, int, int]] = []  # of the batch, forced, draft, of the masks
+        self.rows: list[tuple[int, int, int, int]] = []  # row of the batch, forced, draft, row of the masks
         self.start = [0]
         self.kind: list[int] = []
         self.works: list[Work] = []
@@ -135,7 +135,7 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
 
 
 def _padded(tables: list[array[int]]) -> I32:
-    """Block tables of any lengths as rows of one array. A step would spend most of its assembly on them id by id."""
+    """Block tables of any lengths as rows of one array, not id by id, which would be most of a step's assembly."""
     lengths = _i32([len(t) for t in tables])
     rows = np.zeros((len(tables), lengths.max()), np.int32)
     rows[np.arange(rows.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(tables), np.int32)
