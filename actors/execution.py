@@ -24,7 +24,9 @@ from .steps import Step, fill_masks
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-HAND_OVER_S = 0.001  # the event loop stands still no longer, where the machine has no core for the device's thread
+HAND_OVER_S = 0.001  # the event loop stands still for so long at most: where no core is free for the device's thread
+
+_Job = tuple[Future[Any], Callable[[], Any], threading.Event]  # a call, its result, and whether it has been taken
 
 
 class Executor(Protocol):
@@ -105,8 +107,7 @@ class _Worker:
     """A daemon thread that runs one call after another: unlike a pool's, it never keeps a process from exiting."""
 
     def __init__(self, name: str) -> None:
-        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], threading.Event] | None]
-        self._inbox = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 

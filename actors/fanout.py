@@ -58,7 +58,8 @@ def _deliver(message: Gained, batching: trio.MemorySendChannel[BatchingMail], me
     metrics.generated_tokens.inc(generated)
     for ticket, gained in deltas.items():
         _send(ticket, tuple(gained))
-        if gained[-1].finish_reason is not None and all(c.finish_reason is not None for c in ticket.choices):
+        goes_on = gained[-1].finish_reason is None  # spares most steps the look at every choice
+        if not goes_on and all(c.finish_reason is not None for c in ticket.choices):
             _send(ticket, Ended(ticket.usage(), ticket.timings(), _speculation(ticket), ticket.concurrent))
             _end(ticket)
             metrics.answered(ticket)
