@@ -191,7 +191,5 @@ class _Desk:
 
     @staticmethod
     def _reply(ticket: Ticket, event: Accepted | CompletionError) -> None:
-        try:
+        if not ticket.abandoned:  # else the next sweep finds it
             ticket.reply.send_nowait(event)
-        except trio.BrokenResourceError:
-            pass  # left already: the next sweep finds it

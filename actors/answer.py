@@ -17,7 +17,7 @@ from .choice import join
 from .errors import CompletionError, DeadlineExceeded, StepFailed
 from .events import Delta, PromptInfo, Speculation, Timings, Usage
 from .request import CompletionRequest
-from .ticket import Accepted, Ended, Event
+from .ticket import Accepted, Ended, Event, Ticket
 
 
 class Buffering:
@@ -27,6 +27,7 @@ class Buffering:
         self.tokens = tokens
         self.s = ms / 1e3
         self.every = mode == "all"
+        self.off = not tokens and not ms
 
     def due(self, tokens: int, held_since: float, now: float) -> bool:
         """Whether deltas with so many tokens, the first of them held since then, leave now."""
@@ -44,6 +45,8 @@ class Buffering:
 
 
 class _Held:
+    __slots__ = ("deltas", "since", "tokens")
+
     def __init__(self, since: float) -> None:
         self.deltas: list[Delta] = []
         self.since = since
@@ -59,7 +62,7 @@ class Answer:
 
     def __init__(
         self, *, id: str, created: int, model: str, request: CompletionRequest,
-        events: trio.MemoryReceiveChannel[Event], deadline: float, buffering: Buffering,
+        events: trio.MemoryReceiveChannel[Event], ticket: Ticket, deadline: float, buffering: Buffering,
     ) -> None:  # fmt: skip
         self.id = id
         self.created = created  # unix seconds
@@ -76,6 +79,7 @@ class Answer:
         self.speculation: Speculation | None = None
         self.concurrent_requests = 0
         self._events = events
+        self._ticket = ticket  # to be marked, no more
         self._deadline = deadline
         self._buffering = buffering
         self._held: dict[int, _Held] = {}
@@ -84,7 +88,7 @@ class Answer:
 
     async def accepted(self) -> None:
         """Wait for admission's verdict. Raises CompletionError."""
-        event = await self._receive(self._deadline)
+        event = await self._receive()
         if isinstance(event, CompletionError):
             raise event
         assert isinstance(event, Accepted)
@@ -92,16 +96,25 @@ class Answer:
     def close(self) -> None:
         """Abandon what has not been received; the engine frees it within one step. Synchronous, never fails."""
         self._events.close()
+        self._ticket.abandoned = True
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._ready:
-            if self._ended:
-                raise StopAsyncIteration
+        if not self._ready:
             await self._fill()
+            if not self._ready:
+                raise StopAsyncIteration
         return self._ready.popleft()
+
+    async def next_all(self) -> list[Delta]:
+        """All deltas that are due, as soon as one is: a door writes them in one go. Empty after the last."""
+        if not self._ready:
+            await self._fill()
+        out = list(self._ready)
+        self._ready.clear()
+        return out
 
     async def choices(self) -> list[Delta]:
         """The whole answer: one joined delta per choice, by index."""
@@ -110,25 +123,21 @@ class Answer:
             deltas.setdefault(delta.index, []).append(delta)
         return [join(deltas[i]) for i in sorted(deltas)]
 
-    def drain_nowait(self) -> list[Delta]:
-        """What is there already, without waiting: a door writes it in one go."""
-        self._take_all_nowait()
-        self._release(trio.current_time())
-        out = list(self._ready)
-        self._ready.clear()
-        return out
-
     async def _fill(self) -> None:
+        """Wait until a delta is ready, or the answer at its end."""
+        while not self._ready and not self._ended:
+            event = await self._receive()
+            if event is not None:
+                self._take(event)
+                self._take_all_nowait()
+            self._release()
+
+    async def _receive(self) -> Event | None:
+        """The next event, or None when held deltas may be due before one has come."""
         wake_at = math.inf
         if self._held:
             wake_at = min(self._buffering.wake_at(h.tokens, h.since) for h in self._held.values())
-        event = await self._receive(min(wake_at, self._deadline), may_time_out=wake_at <= self._deadline)
-        if event is not None:
-            self._take(event)
-            self._take_all_nowait()
-        self._release(trio.current_time())
-
-    async def _receive(self, until: float, *, may_time_out: bool = False) -> Event | None:
+        until = min(wake_at, self._deadline)
         try:
             if until == math.inf:
                 return await self._events.receive()
@@ -136,7 +145,7 @@ class Answer:
                 return await self._events.receive()
         except trio.EndOfChannel:
             raise StepFailed("the engine ended before the answer did") from None
-        if may_time_out:
+        if wake_at <= self._deadline:
             return None
         raise DeadlineExceeded("the request's deadline passed before its answer was complete")
 
@@ -159,16 +168,23 @@ class Answer:
             case Accepted():
                 raise AssertionError("the verdict comes once")
             case deltas:
-                now = trio.current_time()
+                now = 0.0 if self._buffering.off else trio.current_time()
                 for delta in deltas:
-                    held = self._held.setdefault(delta.index, _Held(now))
+                    held = self._held.get(delta.index)
+                    if held is None:
+                        held = self._held[delta.index] = _Held(now)
                     held.deltas.append(delta)
                     held.tokens += len(delta.token_ids) + len(delta.echoed_ids)
 
-    def _release(self, now: float) -> None:
+    def _release(self) -> None:
+        if self._buffering.off or self._ended:
+            self._ready += [join(held.deltas) for held in self._held.values()]
+            self._held.clear()
+            return
+        now = trio.current_time()
         for index, held in list(self._held.items()):
             finished = held.deltas[-1].finish_reason is not None
-            if finished or self._ended or self._buffering.due(held.tokens, held.since, now):
+            if finished or self._buffering.due(held.tokens, held.since, now):
                 self._ready.append(join(held.deltas))
                 del self._held[index]
 

@@ -1,14 +1,14 @@
 """The actor that owns the sequences: it plans a step, has it run, and applies what came out.
 
-Rules of this file: at most one step is out; a sequence that is in it is not touched until it is back. The next step is
-sent before the last one's tokens are fanned out, so that detokenizing and delivery overlap the device's work. Nothing
-here waits for a caller: callers who left are found at the next step and their blocks freed then.
+Rules of this file: at most one step is out; a sequence that is in it is not touched until it is back. Between two steps
+the device idles, so nothing happens there that the next step does not need: figures, text and delivery come when it is
+on its way. Nothing here waits for a caller: callers who left are found at the next step and their blocks freed then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import trio
 
@@ -57,7 +57,18 @@ async def batching(
                     batcher.stop(sequence)
                 case _:
                     assert_never(message)
-            batcher.advance()
+            sent = batcher.advance()
+            if sent is not None:
+                await trio.lowlevel.checkpoint()  # let execution take it
+            batcher.tell(sent)
+
+
+class _News(NamedTuple):
+    """What a step gave; ``at``: when it was done."""
+
+    done: StepDone
+    gains: list[Gain]
+    at: float
 
 
 class _Batcher:
@@ -79,7 +90,7 @@ class _Batcher:
         self._tickets: dict[int, Ticket] = {}
         self._out: Plan | None = None
         self._stopped: list[Sequence] = []  # finished by a stop string while their step was out
-        self._tokens: Gained | None = None  # the last step's, to be fanned out once the next step is on its way
+        self._news: _News | None = None  # of the last step, to be told once the next one is on its way
         self._next_step = 0
 
     def admit(self, ticket: Ticket) -> None:
@@ -100,18 +111,33 @@ class _Batcher:
         self._out = None
         self._metrics.step_back()
         now = trio.current_time()
-        gains = harvest(done.step, done.result, self._scheduler)
-        self._observe(done, gains)
-        broken = {id(_ticket(g.sequence)): _ticket(g.sequence) for g in gains if g.error}
-        for work in done.step.plan.works:
-            if id(_ticket(work.sequence)) in broken:  # what gave a NaN once is not to be given to others
-                self._scheduler.distrust(work, done.step.plan.step_id)
-        for ticket in broken.values():
-            self._fail_ticket(ticket, "the model's output is not a number, or no token is allowed")
+        plan, gains = done.step.plan, harvest(done.step, done.result, self._scheduler)
+        self._scheduler.budget.observe(plan.rows, done.step_ms)
+        if self._scheduler.waiting:
+            self._count_stalled(plan, done.step_ms)
+        if any(g.error for g in gains):
+            gains = self._fail_broken(plan, gains)
         for gain in gains:
             if gain.finish is not None:
                 self._finish(gain.sequence)
-        self._tokens = Gained([g for g in gains if id(_ticket(g.sequence)) not in broken], done.result, now)
+        self._news = _News(done, gains, now)
+
+    def _fail_broken(self, plan: Plan, gains: list[Gain]) -> list[Gain]:
+        """End the requests that had an error in a row; returns what the others gained."""
+        broken = {id(_ticket(g.sequence)): _ticket(g.sequence) for g in gains if g.error}
+        for work in plan.works:
+            if id(_ticket(work.sequence)) in broken:  # what gave a NaN once is not to be given to others
+                self._scheduler.distrust(work, plan.step_id)
+        for ticket in broken.values():
+            self._fail_ticket(ticket, "the model's output is not a number, or no token is allowed")
+        return [g for g in gains if id(_ticket(g.sequence)) not in broken]
+
+    def _count_stalled(self, plan: Plan, step_ms: float) -> None:
+        served = {id(_ticket(w.sequence)) for w in plan.works}
+        waiting = {id(t): t for t in map(_ticket, self._scheduler.waiting)}
+        for key, ticket in waiting.items():
+            if key not in served and ticket.first_token_at is not None:
+                ticket.stalled_s += step_ms / 1e3
 
     def fail(self, broken: StepBroken) -> None:
         """A step failed: its requests end with an error, and what it may have written is forgotten."""
@@ -124,15 +150,28 @@ class _Batcher:
         for ticket in {id(t): t for t in map(_ticket, sequences)}.values():
             self._fail_ticket(ticket, broken.reason)
 
-    def advance(self) -> None:
-        """Plan and send the next step unless one is out; then hand the last one's tokens to fan-out."""
-        if self._out is None:
-            self._sweep()
-            self._send_step()
-            self._metrics.scheduled(self._scheduler)
-        if self._tokens is not None:
-            self._fanout.send_nowait(self._tokens)
-            self._tokens = None
+    def advance(self) -> Plan | None:
+        """Plan and send the next step, unless one is out; the plan of what was sent."""
+        if self._out is not None:
+            return None
+        self._sweep()
+        plan = self._out = self._scheduler.plan(self._next_step)
+        if plan is not None:
+            self._next_step += 1
+            self._execution.send_nowait(RunStep(assemble(plan)))
+            self._metrics.step_sent()
+        return plan
+
+    def tell(self, sent: Plan | None) -> None:
+        """All that the device need not wait for: figures, and the last step's tokens for fan-out."""
+        if sent is not None:
+            self._stamp(sent)
+        if self._news is not None:
+            done, gains, at = self._news
+            self._news = None
+            self._fanout.send_nowait(Gained(gains, done.result, at))
+            self._observe(done, gains)
+        self._metrics.scheduled(self._scheduler)
 
     def _sweep(self) -> None:
         """Finish what a stop string ended, and what nobody waits for any more."""
@@ -145,25 +184,17 @@ class _Batcher:
                 self._metrics.requests.labels("abandoned").inc()
             self._finish_all(ticket)
 
-    def _send_step(self) -> None:
-        plan = self._scheduler.plan(self._next_step)
-        if plan is None:
-            return
-        self._next_step += 1
+    def _stamp(self, sent: Plan) -> None:
         now = trio.current_time()
-        for work in plan.works:
+        for work in sent.works:
             ticket = _ticket(work.sequence)
             if ticket.first_step_at is None:
                 ticket.first_step_at = now
                 ticket.concurrent = len(self._tickets)
                 self._metrics.queue_s.observe(now - ticket.asked_at)
-        self._out = plan
-        self._execution.send_nowait(RunStep(assemble(plan)))
-        self._metrics.step_sent()
 
     def _observe(self, done: StepDone, gains: Iterable[Gain]) -> None:
         plan, metrics = done.step.plan, self._metrics
-        self._scheduler.budget.observe(plan.rows, done.step_ms)
         metrics.step_rows.observe(plan.rows)
         metrics.step_s.labels("forward").observe(done.result.forward_ms / 1e3)
         metrics.step_s.labels("sample").observe(done.result.sample_ms / 1e3)
@@ -172,12 +203,6 @@ class _Batcher:
         if drafted:
             metrics.drafted.inc(drafted)
             metrics.accepted.inc(sum(max(len(g.tokens) - 1, 0) for g in gains))
-        if self._scheduler.waiting:
-            served = {id(_ticket(w.sequence)) for w in plan.works}
-            waiting = {id(t): t for t in map(_ticket, self._scheduler.waiting)}
-            for key, ticket in waiting.items():
-                if key not in served and ticket.first_token_at is not None:
-                    ticket.stalled_s += done.step_ms / 1e3
 
     # -- endings -------------------------------------------------------------------------------------------------
 

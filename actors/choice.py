@@ -55,7 +55,7 @@ class Choice:
         raw: list[str] = []
         rows: list[TokenRow] = []
         ids: list[int] = []
-        for token, k in zip(gain.tokens, gain.rows, strict=True):
+        for k, token in enumerate(gain.tokens, gain.first_row):
             last = gain.finish is not None and len(ids) + 1 == len(gain.tokens)
             self._add(token, k, result, last, text, raw, rows)
             ids.append(token)

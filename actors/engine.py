@@ -223,14 +223,15 @@ class Engine:
         buffering = Buffering()
         if options is not None and request.stream:
             buffering = Buffering(options.buffer_tokens or 0, options.buffer_ms or 0.0, options.buffer_mode or "any")
-        answer = Answer(
-            id=f"cmpl-{secrets.token_hex(16)}", created=int(time.time()), model=request.model, request=request,
-            events=receive, deadline=now + seconds if seconds is not None else math.inf, buffering=buffering,
-        )  # fmt: skip
+        answer_id = f"cmpl-{secrets.token_hex(16)}"
         ticket = Ticket(
-            id=context.request_id or answer.id, reply=events, client=context.client or request.user,
+            id=context.request_id or answer_id, reply=events, client=context.client or request.user,
             priority=request.service_tier == "priority", estimate=estimate_tokens(request),
-            stream=bool(request.stream), asked_at=now, n_per_prompt=answer.n,
+            stream=bool(request.stream), asked_at=now, n_per_prompt=request.n or 1,
+        )  # fmt: skip
+        answer = Answer(
+            id=answer_id, created=int(time.time()), model=request.model, request=request, events=receive, ticket=ticket,
+            deadline=now + seconds if seconds is not None else math.inf, buffering=buffering,
         )  # fmt: skip
         return ticket, answer
 

@@ -24,6 +24,10 @@ from .steps import Step, fill_masks
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+HAND_OVER_S = 0.001  # the event loop stands still for so long at most: where no core is free for the device's thread
+
+_Job = tuple[Future[Any], Callable[[], Any], threading.Event]  # a call, its result, and whether it has been taken
+
 
 class Executor(Protocol):
     """Where steps run. ``run`` raises StepError when the device failed in this step, anything else is fatal."""
@@ -67,7 +71,7 @@ class ThreadExecutor:
         return self._device
 
     async def run(self, step: Step) -> StepResult:
-        return await _finished(self._worker.submit(lambda: self._step(step)))
+        return await _finished(self._worker.submit(lambda: self._step(step), hand_over=True))
 
     def _step(self, step: Step) -> StepResult:
         device = self._device
@@ -103,13 +107,18 @@ class _Worker:
     """A daemon thread that runs one call after another: unlike a pool's, it never keeps a process from exiting."""
 
     def __init__(self, name: str) -> None:
-        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[], T]) -> Future[T]:
+    def submit(self, call: Callable[[], T], *, hand_over: bool = False) -> Future[T]:
+        """With ``hand_over``, the GIL goes to the worker too: else its call would begin when this thread next waits for
+        something, which after a step of 64 streams is a millisecond later."""
         future: Future[T] = Future()
-        self._inbox.put((future, call))
+        taken = threading.Event()
+        self._inbox.put((future, call, taken))
+        if hand_over:
+            taken.wait(HAND_OVER_S)
         return future
 
     def close(self) -> None:
@@ -121,12 +130,13 @@ class _Worker:
 
     def _serve(self) -> None:
         while (job := self._inbox.get()) is not None:
-            future, call = job
+            future, call, taken = job
+            taken.set()
             try:
                 future.set_result(call())
             except BaseException as error:  # noqa: BLE001, ASYNC103  (a thread: handed to whoever waits)
                 future.set_exception(error)
-            del job, future, call
+            del job, future, call, taken
 
 
 async def _finished(future: Future[T]) -> T:

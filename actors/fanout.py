@@ -39,7 +39,8 @@ async def fanout(
 
 
 def _deliver(message: Gained, batching: trio.MemorySendChannel[BatchingMail], metrics: EngineMetrics) -> None:
-    deltas: dict[int, tuple[Ticket, list[Delta]]] = {}
+    deltas: dict[Ticket, list[Delta]] = {}
+    generated = 0
     for gain in message.gains:
         choice = gain.sequence.owner
         assert isinstance(choice, Choice)
@@ -47,15 +48,18 @@ def _deliver(message: Gained, batching: trio.MemorySendChannel[BatchingMail], me
         delta = choice.gain(gain, message.result)
         if delta is None or ticket.ended:
             continue
+        generated += len(delta.token_ids)
         _stamp(ticket, delta, message.at, metrics)
         if choice.finish_reason is not None and gain.finish is None:
             batching.send_nowait(Stopped(choice.sequence))
         shown = delta if ticket.stream else choice.hold(delta)
         if shown is not None:
-            deltas.setdefault(id(ticket), (ticket, []))[1].append(shown)
-    for ticket, gained in deltas.values():
+            deltas.setdefault(ticket, []).append(shown)
+    metrics.generated_tokens.inc(generated)
+    for ticket, gained in deltas.items():
         _send(ticket, tuple(gained))
-        if all(c.finish_reason is not None for c in ticket.choices):
+        goes_on = gained[-1].finish_reason is None  # spares most steps the look at every choice
+        if not goes_on and all(c.finish_reason is not None for c in ticket.choices):
             _send(ticket, Ended(ticket.usage(), ticket.timings(), _speculation(ticket), ticket.concurrent))
             _end(ticket)
             metrics.answered(ticket)
@@ -68,18 +72,15 @@ def _stamp(ticket: Ticket, delta: Delta, at: float, metrics: EngineMetrics) -> N
             metrics.first_token_s.observe(at - ticket.asked_at)
         elif ticket.last_token_at is not None and at > ticket.last_token_at:
             metrics.token_gap_s.observe(at - ticket.last_token_at)
-        metrics.generated_tokens.inc(len(delta.token_ids))
     elif ticket.first_token_at is None:
         ticket.first_token_at = at  # scoring only: the prefill ends here
     ticket.last_token_at = at
 
 
 def _send(ticket: Ticket, event: Event) -> None:
-    """A reader that has left is batching's to notice; a full channel would be a bug in its capacity."""
-    try:
+    """A reader that has left is batching's to let go; a full channel would be a bug in its capacity."""
+    if not ticket.abandoned:
         ticket.reply.send_nowait(event)
-    except trio.BrokenResourceError:
-        pass
 
 
 def _end(ticket: Ticket) -> None:

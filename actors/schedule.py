@@ -145,6 +145,8 @@ class Scheduler:
         self._advance(plan, sequence, 1, drafts)
 
     def _drafts(self, sequence: Sequence) -> list[int]:
+        if sequence.drafter is None and sequence.matcher is None:
+            return []
         most = min(self.drafts_max, sequence.room - 1)
         if sequence.thinking is not None:
             most = min(most, sequence.thinking.draft_limit)
@@ -180,7 +182,8 @@ class Scheduler:
         sequence.move("start")
         insort(self.running, sequence, key=lambda s: s.arrival)
         matched = len(match.blocks)
-        sequence.blocks, sequence.computed = match.blocks, match.length
+        sequence.give(match.blocks)
+        sequence.computed = match.length
         if sequence.cached_tokens is None:
             sequence.cached_tokens = match.length
         if sequence.params.uses_slot:
@@ -228,6 +231,8 @@ class Scheduler:
     def _cover(self, plan: Plan, sequence: Sequence, tokens: int) -> bool:
         """Give the sequence blocks for so many positions, taking them from younger sequences if need be."""
         need = blocks_for(tokens) - len(sequence.blocks)
+        if need <= 0:
+            return True
         while need > self.pool.available:
             victim = self.running[-1]
             if victim.arrival <= sequence.arrival:
@@ -236,7 +241,7 @@ class Scheduler:
         for _ in range(need):
             block = self.pool.allocate()
             assert block is not None, "counted above"
-            sequence.blocks.append(block)
+            sequence.give((block,))
         return True
 
     def _preempt(self, plan: Plan, sequence: Sequence) -> None:
@@ -253,8 +258,7 @@ class Scheduler:
     def _let_go(self, sequence: Sequence) -> None:
         if sequence.blocks:
             self.prefix.enter_tail(sequence, self._last_step)
-        self.pool.release(reversed(sequence.blocks), keep=sequence.keep)
-        sequence.blocks, sequence.computed = [], 0
+        self.pool.release(reversed(sequence.drop_blocks()), keep=sequence.keep)
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1

@@ -7,6 +7,8 @@ own tokens alone, so that no neighbour, chunk or cache hit can show in its answe
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
@@ -43,7 +45,8 @@ class Sequence:
     __slots__ = (
         "arrival", "blocks", "cache_limit", "cached_tokens", "computed", "drafted", "drafter", "eos_ids", "keep",
         "matcher", "max_tokens", "min_tokens", "mu", "n_prompt", "namespace", "owner", "params", "preemptions",
-        "score_from", "scores", "slot", "slot_stale", "state", "thinking", "tokens",
+        "score_from", "scores", "slot", "slot_stale", "state", "table", "thinking",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +84,7 @@ class Sequence:
         self.state = State.WAITING
         self.arrival = -1  # order of admission: older ones never make room for younger ones
         self.blocks: list[Block] = []
+        self.table = array("i")  # their ids
         self.computed = 0
         self.cached_tokens: int | None = None  # prompt tokens found in the cache at the first start
         self.slot = -1  # the sampler's state on the device, while running
@@ -92,6 +96,17 @@ class Sequence:
     def move(self, event: str) -> None:
         """Follow the transition table. Raises KeyError on an illegal event: a bug."""
         self.state = TRANSITIONS[self.state, event]
+
+    def give(self, blocks: Iterable[Block]) -> None:
+        """More blocks, after those that it has."""
+        for block in blocks:
+            self.blocks.append(block)
+            self.table.append(block.id)
+
+    def drop_blocks(self) -> list[Block]:
+        """Leaves it with nothing computed; returns the blocks it had."""
+        dropped, self.blocks, self.table, self.computed = self.blocks, [], array("i"), 0
+        return dropped
 
     @property
     def output(self) -> list[int]:
@@ -108,7 +123,8 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.n_output > 0 and self.remaining == 1
+        length = len(self.tokens)
+        return length > self.n_prompt and length == self.computed + 1
 
     @property
     def constrained(self) -> bool:
@@ -149,6 +165,7 @@ class Sequence:
     def take(self, token: int) -> str | None:
         """Append a generated token; the reason to finish, if it is the last one."""
         self.tokens.append(token)
-        if token in self.eos_ids and self.n_output > self.min_tokens:
+        n_output = self.n_output
+        if token in self.eos_ids and n_output > self.min_tokens:
             return "stop"
-        return "length" if self.n_output >= self.max_tokens else None
+        return "length" if n_output >= self.max_tokens else None

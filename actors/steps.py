@@ -6,13 +6,13 @@ applied to its sequence here and nowhere else.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 
-from ..kernels.params import SamplingParams
 from ..kernels.step import I32, SAMPLE, SCORE, U32, SlotOpen, StepBatch, StepResult
 from .grammar import ConstraintError, Matcher
 from .schedule import Plan, Scheduler, Work
@@ -42,69 +42,48 @@ class Step:
 
 @dataclass(slots=True)
 class Gain:
-    """What one sequence got out of a step: tokens (``rows`` are their logits rows), or an error bit."""
+    """What one sequence got out of a step: tokens (from logits row ``first_row`` on, one a row), or an error bit."""
 
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    first_row: int = 0
     finish: str | None = None
     error: int = 0
-    prefilled: bool = False  # the prompt is complete now (its scores are too)
 
 
-class _Builder:
-    """Grows the K and R arrays of a batch."""
+class _Runs:
+    """Grows the rows and runs of a batch."""
 
     def __init__(self) -> None:
-        self.logit_rows: list[int] = []
-        self.forced: list[int] = []
-        self.draft: list[int] = []
-        self.mask: list[int] = []
+        self.rows: list[tuple[int, int, int, int]] = []  # row of the batch, forced, draft, row of the masks
         self.start = [0]
         self.kind: list[int] = []
-        self.params: list[SamplingParams] = []
-        self.slot: list[int] = []
-        self.draw: list[int] = []
-        self.mu: list[float] = []
         self.works: list[Work] = []
         self.jobs: list[MaskJob] = []
         self.mask_rows = 0
 
     def score(self, work: Work, first_row: int) -> None:
-        wanted = [q for q in work.sequence.wanted_scores(work.start, work.start + work.count)
-                  if q not in work.sequence.scores]  # fmt: skip
+        sequence = work.sequence
+        wanted = [q for q in sequence.wanted_scores(work.start, work.start + work.count) if q not in sequence.scores]
         if wanted:
-            for q in wanted:
-                self._row(first_row + q - 1 - work.start, work.sequence.tokens[q], -1, -1)
-            self._run(work, SCORE)
+            before = first_row - 1 - work.start
+            self.rows += [(before + q, sequence.tokens[q], -1, -1) for q in wanted]
+            self._end(work, SCORE)
 
     def sample(self, work: Work, first_row: int) -> None:
-        sequence, row = work.sequence, first_row + work.count - 1
+        sequence, row, mask = work.sequence, first_row + work.count - 1, -1
         forced = sequence.thinking.forced if sequence.thinking is not None else None
-        mask = -1
         if forced is None and (sequence.constrained or sequence.n_output < sequence.min_tokens):
             mask = self.mask_rows
             self.mask_rows += 1 + len(work.drafts)
             self.jobs.append(MaskJob(mask, sequence, work.drafts))
-        for j in range(1 + len(work.drafts)):
-            draft = work.drafts[j] if j < len(work.drafts) else -1
-            self._row(row + j, -1 if forced is None else forced, draft, mask + j if mask >= 0 else -1)
-        self._run(work, SAMPLE)
+        for j, draft in enumerate((*work.drafts, -1)):
+            self.rows.append((row + j, -1 if forced is None else forced, draft, mask + j if mask >= 0 else -1))
+        self._end(work, SAMPLE)
 
-    def _row(self, row: int, forced: int, draft: int, mask: int) -> None:
-        self.logit_rows.append(row)
-        self.forced.append(forced)
-        self.draft.append(draft)
-        self.mask.append(mask)
-
-    def _run(self, work: Work, kind: int) -> None:
-        sequence = work.sequence
-        self.start.append(len(self.logit_rows))
+    def _end(self, work: Work, kind: int) -> None:
+        self.start.append(len(self.rows))
         self.kind.append(kind)
-        self.params.append(sequence.params)
-        self.slot.append(sequence.slot)
-        self.draw.append(sequence.n_output)
-        self.mu.append(sequence.mu)
         self.works.append(work)
 
 
@@ -113,38 +92,39 @@ def assemble(plan: Plan) -> Step:
     works = plan.works
     tokens: list[int] = []
     opens: list[SlotOpen] = []
-    runs = _Builder()
-    tables = np.zeros((len(works), max(len(w.sequence.blocks) for w in works)), np.int32)
-    for i, work in enumerate(works):
+    runs = _Runs()
+    for work in works:
         sequence, first_row = work.sequence, len(tokens)
         tokens += sequence.tokens[work.start : work.start + work.count]
         tokens += work.drafts
-        tables[i, : len(sequence.blocks)] = [b.id for b in sequence.blocks]
-        runs.score(work, first_row)
+        if sequence.score_from is not None:
+            runs.score(work, first_row)
         if work.draws:
             if sequence.slot_stale:
                 opens.append(_slot_open(sequence))
                 sequence.slot_stale = False
             runs.sample(work, first_row)
-    counts = [w.count + len(w.drafts) for w in works]
+    counts = _i32([w.count + len(w.drafts) for w in works])
+    logit_rows, row_forced, row_draft, row_mask = np.ascontiguousarray(_i32(runs.rows).reshape(-1, 4).T)
+    drawing = [w.sequence for w in runs.works]
     batch = StepBatch(
         step_id=plan.step_id,
         token_ids=_i32(tokens),
-        positions=_ranges([w.start for w in works], counts),
+        positions=_ranges(_i32([w.start for w in works]), counts),
         row_sequence=np.repeat(np.arange(len(works), dtype=np.int32), counts),
-        block_tables=tables,
+        block_tables=_padded([w.sequence.table for w in works]),
         copies=_i32(plan.copies).reshape(-1, 2),
         slot_opens=opens,
-        logit_rows=_i32(runs.logit_rows),
-        row_forced=_i32(runs.forced),
-        row_draft=_i32(runs.draft),
-        row_mask=_i32(runs.mask),
+        logit_rows=logit_rows,
+        row_forced=row_forced,
+        row_draft=row_draft,
+        row_mask=row_mask,
         run_start=_i32(runs.start),
         run_kind=_i32(runs.kind),
-        run_params=runs.params,
-        run_slot=_i32(runs.slot),
-        run_draw=_i32(runs.draw),
-        run_mu=np.array(runs.mu, np.float32),
+        run_params=[s.params for s in drawing],
+        run_slot=_i32([s.slot for s in drawing]),
+        run_draw=_i32([s.n_output for s in drawing]),
+        run_mu=np.array([s.mu for s in drawing], np.float32),
     )
     return Step(plan, batch, runs.works, runs.mask_rows, runs.jobs)
 
@@ -154,10 +134,18 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
     return SlotOpen(sequence.slot, _i32(sequence.tokens[:n]), _i32(sequence.tokens[n:]), sequence.params)
 
 
-def _ranges(starts: Seq[int], counts: Seq[int]) -> I32:
+def _padded(tables: list[array[int]]) -> I32:
+    """Block tables of any lengths as rows of one array, not id by id, which would be most of a step's assembly."""
+    lengths = _i32([len(t) for t in tables])
+    rows = np.zeros((len(tables), lengths.max()), np.int32)
+    rows[np.arange(rows.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(tables), np.int32)
+    return rows
+
+
+def _ranges(starts: I32, counts: I32) -> I32:
     """[start, start + 1, ...] for each pair, joined."""
-    before = np.array([0, *accumulate(counts)][:-1], np.int32)
-    return np.arange(sum(counts), dtype=np.int32) + np.repeat(_i32(starts) - before, counts)
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.arange(ends[-1], dtype=np.int32) + np.repeat(starts - ends + counts, counts)
 
 
 def _i32(values: Seq[object]) -> I32:
@@ -169,27 +157,28 @@ def harvest(step: Step, result: StepResult, scheduler: Scheduler) -> list[Gain]:
     batch = step.batch
     if result.step_id != batch.step_id or len(result.token) != len(batch.logit_rows):
         raise ValueError(f"result of step {result.step_id} does not fit step {batch.step_id}")
-    tokens, errors, starts = result.token.tolist(), result.error.tolist(), batch.run_start.tolist()
+    tokens, errors, mus = result.token.tolist(), result.error.tolist(), result.run_mu.tolist()
+    kinds, starts = batch.run_kind.tolist(), batch.run_start.tolist()
     gains = {id(w.sequence): Gain(w.sequence) for w in step.plan.works}
-    for r, work in enumerate(step.runs):
-        gain, rows = gains[id(work.sequence)], range(starts[r], starts[r + 1])
-        gain.error |= max((errors[k] for k in rows), default=0)
+    for work, kind, (start, stop), mu in zip(step.runs, kinds, pairwise(starts), mus, strict=True):
+        gain = gains[id(work.sequence)]
+        gain.error |= max(errors[start:stop])
         if gain.error:
             continue
-        if batch.run_kind[r] == SCORE:
-            _take_scores(work, rows, result, batch)
+        if kind == SCORE:
+            _take_scores(work, range(start, stop), result, batch)
         else:
-            _take_tokens(gain, work, rows, tokens)
-            work.sequence.mu = float(result.run_mu[r])
+            gain.first_row = start
+            _take_tokens(gain, work, tokens[start:stop])
+            work.sequence.mu = mu
     for work in step.plan.works:
-        sequence, gain = work.sequence, gains[id(work.sequence)]
-        stop = work.start + work.count
-        if sequence.score_from is not None and work.start < sequence.n_prompt:
-            scheduler.prefix.store_scores(sequence, work.start, stop)
-        if stop >= sequence.n_prompt > work.start:
-            gain.prefilled = True
-            if sequence.max_tokens == 0:
-                gain.finish = "length"
+        sequence = work.sequence
+        if work.start < sequence.n_prompt:
+            stop = work.start + work.count
+            if sequence.score_from is not None:
+                scheduler.prefix.store_scores(sequence, work.start, stop)
+            if sequence.max_tokens == 0 and stop >= sequence.n_prompt:
+                gains[id(sequence)].finish = "length"
     return list(gains.values())
 
 
@@ -199,15 +188,13 @@ def _take_scores(work: Work, rows: range, result: StepResult, batch: StepBatch) 
         work.sequence.scores[q] = (float(result.logprob[k]), alternatives(result, k, work.sequence.params.top_logprobs))
 
 
-def _take_tokens(gain: Gain, work: Work, rows: range, tokens: list[int]) -> None:
+def _take_tokens(gain: Gain, work: Work, drawn: list[int]) -> None:
     """The run's tokens up to the first that finishes; accepted drafts have their KV in place already."""
     sequence = work.sequence
-    for k in rows:
-        token = tokens[k]
+    for token in drawn:
         if token < 0:
             break
         gain.tokens.append(token)
-        gain.rows.append(k)
         constrained = sequence.constrained
         if sequence.thinking is not None:
             sequence.thinking.push(token)
@@ -218,9 +205,9 @@ def _take_tokens(gain: Gain, work: Work, rows: range, tokens: list[int]) -> None
                 gain.finish = "stop"
         if gain.finish:
             break
-    accepted = max(len(gain.tokens) - 1, 0)
-    sequence.computed += accepted
     if work.drafts:
+        accepted = max(len(gain.tokens) - 1, 0)
+        sequence.computed += accepted
         sequence.drafted.append((len(work.drafts), accepted))
     if gain.finish and sequence.drafter is not None:
         sequence.drafter.settle(sequence.tokens, sequence.n_prompt)

@@ -1,8 +1,8 @@
 """One request on its way through the company: what the actors hand to one another.
 
 Rules of this file: a ticket has one owner at a time (caller -> admission -> batching), except for ``choices``, which
-belong to fan-out, and ``reply``, whose other end belongs to the caller. The caller leaves by closing that end; whoever
-owns the ticket finds it ``abandoned`` and lets go. Stamps are trio clock seconds.
+belong to fan-out, and ``reply``, whose other end belongs to the caller. The caller leaves by closing that end, which
+marks the ticket ``abandoned``; whoever owns it finds it so and lets go. Stamps are trio clock seconds.
 """
 
 from __future__ import annotations
@@ -68,11 +68,8 @@ class Ticket:
     open_sequences: int = 0  # sequences that batching has not finished yet
     prediction_tokens: int = 0  # length of the predicted output
     concurrent: int = 0  # requests in progress when its first step was sent
+    abandoned: bool = False  # the caller has closed its end (a mark, since every step asks every ticket)
     ended: bool = False  # answered, failed or abandoned: it is counted as that, and nothing more is sent
-
-    @property
-    def abandoned(self) -> bool:
-        return self.reply.statistics().open_receive_channels == 0
 
     def timings(self) -> Timings:
         """The stages, each from the end of the one before; what never happened takes no time."""

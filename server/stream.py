@@ -40,22 +40,19 @@ class AnswerBody(ResponseBody):
     async def __anext__(self) -> bytes:
         if self._over:
             raise StopAsyncIteration
-        written: list[bytes] = []
         try:
-            delta = await anext(self._answer, None)
-            if delta is None:
-                self._over = True
-                return self._writer.end()
-            written.append(self._writer.chunk(delta))
-            written += map(self._writer.chunk, self._answer.drain_nowait())
+            deltas = await self._answer.next_all()
+            if deltas:
+                return b"".join(map(self._writer.chunk, deltas))
+            self._over = True
+            return self._writer.end()
         except CompletionError as error:
             self._over = True
             self._exchange.error = error.code
-            written.append(self._writer.error(wire_error(error, in_stream=True)))
+            return self._writer.error(wire_error(error, in_stream=True))
         except Exception:
             _logger.exception("a stream broke")
             self._over = True
             self._exchange.error = CompletionError.code
             bug = CompletionError("The server failed while it wrote this answer")
-            written.append(self._writer.error(wire_error(bug, in_stream=True)))
-        return b"".join(written)
+            return self._writer.error(wire_error(bug, in_stream=True))

@@ -75,6 +75,7 @@ class Desk:
 
     def leave(self, ticket: Ticket) -> None:
         self._callers[id(ticket)].close()
+        ticket.abandoned = True
 
     async def release(self, ticket: Ticket) -> None:
         for left in reversed(range(len(ticket.sequences))):

@@ -15,7 +15,7 @@ from offbook.actors.answer import Answer, Buffering
 from offbook.actors.errors import DeadlineExceeded, EngineOverloaded, StepFailed
 from offbook.actors.events import Delta, FinishReason, Timings, Usage
 from offbook.actors.request import CompletionRequest
-from offbook.actors.ticket import Accepted, Ended, Event
+from offbook.actors.ticket import Accepted, Ended, Event, Ticket
 
 USAGE = Usage(3, 2, 1)
 END = Ended(USAGE, Timings(), None, 4)
@@ -26,8 +26,9 @@ def opened(
 ) -> tuple[trio.MemorySendChannel[Event], Answer]:
     send, receive = trio.open_memory_channel[Event](capacity)
     request = CompletionRequest(model="m", prompt="x")
+    ticket = Ticket(id="a", reply=send, client=None, priority=False, estimate=1, stream=True, asked_at=0.0)
     answer = Answer(
-        id="a", created=0, model="m", request=request, events=receive, deadline=deadline,
+        id="a", created=0, model="m", request=request, events=receive, ticket=ticket, deadline=deadline,
         buffering=buffering or Buffering(),
     )  # fmt: skip
     return send, answer
@@ -117,20 +118,21 @@ async def test_a_deadline_inside_a_buffering_time(autojump_clock: trio.testing.M
 async def test_closing_tells_the_other_side_at_once() -> None:
     send, answer = opened()
     async with answer:
-        assert send.statistics().open_receive_channels == 1
-    assert send.statistics().open_receive_channels == 0
+        assert not answer._ticket.abandoned
+    assert answer._ticket.abandoned
     answer.close()
     with pytest.raises(trio.BrokenResourceError):
         send.send_nowait(END)
 
 
-async def test_drain_takes_what_is_there_and_keeps_what_is_held(autojump_clock: trio.testing.MockClock) -> None:
+async def test_next_all_takes_what_is_due_and_keeps_what_is_held(autojump_clock: trio.testing.MockClock) -> None:
     send, answer = opened(buffering=Buffering(tokens=2))
-    assert answer.drain_nowait() == []
-    send.send_nowait((delta(0, 1), delta(1, 1, 2)))
-    assert answer.drain_nowait() == [delta(1, 1, 2)]
+    send.send_nowait((delta(0, 1), delta(1, 1, 2), delta(2, 5, 6)))
+    assert await answer.next_all() == [delta(1, 1, 2), delta(2, 5, 6)]
     send.send_nowait((delta(0, 2, finish="stop"),))
-    assert answer.drain_nowait() == [delta(0, 1, 2, finish="stop")]
+    assert await answer.next_all() == [delta(0, 1, 2, finish="stop")]
+    send.send_nowait(END)
+    assert await answer.next_all() == []
 
 
 @pytest.mark.parametrize(

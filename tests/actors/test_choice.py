@@ -56,10 +56,9 @@ def feed(choice: Choice, text: str | list[int], *, together: bool = False) -> De
     sequence, deltas, result = choice.sequence, list[Delta](), result_for(tokens)
     steps = [range(len(tokens))] if together else [range(k, k + 1) for k in range(len(tokens))]
     for rows in steps:
-        gain = Gain(sequence)
+        gain = Gain(sequence, first_row=rows.start)
         for k in rows:
             gain.tokens.append(tokens[k])
-            gain.rows.append(k)
             gain.finish = sequence.take(tokens[k])
             if gain.finish:
                 break
@@ -87,7 +86,7 @@ def test_eos_is_a_token_without_text(together: bool) -> None:
     assert (delta.text, delta.raw_text, delta.finish_reason) == ("hi", "hi<end>", "stop")
     assert delta.token_ids[-1] == EOS
     assert [row.token_id for row in delta.rows] == list(delta.token_ids)
-    assert choice.gain(Gain(choice.sequence, tokens=[1], rows=[0]), result_for([1])) is None, "it is over"
+    assert choice.gain(Gain(choice.sequence, tokens=[1]), result_for([1])) is None, "it is over"
 
 
 def test_an_ignored_eos_goes_on() -> None:
@@ -159,7 +158,7 @@ def test_the_echo_comes_once_and_first(echo: int) -> None:
 
 def test_scoring_only_ends_with_the_echo() -> None:
     choice = choice_of(wants=Wants(rows=True, echo=3, echo_text="abc"), max_tokens=0)
-    delta = choice.gain(Gain(choice.sequence, finish="length", prefilled=True), result_for([]))
+    delta = choice.gain(Gain(choice.sequence, finish="length"), result_for([]))
     assert delta is not None
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("abc", (), "length")
     assert choice.completion_tokens == 0
@@ -167,7 +166,7 @@ def test_scoring_only_ends_with_the_echo() -> None:
 
 def test_a_step_without_news_says_nothing() -> None:
     choice = choice_of()
-    assert choice.gain(Gain(choice.sequence, prefilled=True), result_for([])) is None
+    assert choice.gain(Gain(choice.sequence), result_for([])) is None
 
 
 def test_a_plain_answer_is_held_until_it_is_whole() -> None:

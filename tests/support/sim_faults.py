@@ -99,6 +99,7 @@ def check_step(engine: Engine, desk: _Desk, step: Step) -> None:
     running, waiting = scheduler.running, scheduler.waiting
     scheduler.pool.check()
     assert len({b.id for s in running for b in s.blocks}) == scheduler.pool.held, "a held block is a running sequence's"
+    assert all(s.table.tolist() == [b.id for b in s.blocks] for s in (*running, *waiting)), "the device sees its blocks"
     assert all(not s.blocks and s.slot < 0 and s.state is State.WAITING for s in waiting)
     assert len(running) <= scheduler.running_max
     slots = [s.slot for s in running if s.slot >= 0]
