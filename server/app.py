@@ -27,6 +27,7 @@ from ..actors.request import CompletionRequest, from_fields
 from . import replies, translate
 from .body import BadBody, check_media, parse
 from .exchange import SCOPE_KEY, DoorMetrics, Exchange, with_metrics
+from .http11 import body_writer
 from .openapi import document
 from .replies import JSON_TYPE, Reply
 from .schemas import Health, Model, ModelList
@@ -161,7 +162,7 @@ class _Routes:
         answer = await exchange.resources.enter_async_context(engine.complete(request, context=context))
         exchange.answer = answer
         writer = translate.StreamWriter(answer, engine.surfaces.piece)
-        response = Response(AnswerBody(answer, writer, exchange), 200)
+        response = Response(AnswerBody(answer, writer, exchange, body_writer(quart_request.scope)), 200)
         response.timeout = None
         response.headers.update(_SSE_HEADERS | translate.opening_headers(answer) | _id_header(exchange, answer))
         return response

@@ -1,15 +1,14 @@
-"""Hypercorn made safe for long streams on Trio: the only file that knows its insides (hence the exact version pins).
+"""Hypercorn made safe for long streams on Trio; with http11.py the only file that knows its insides (hence the exact
+version pins).
 
 What it changes, and why:
 - a client that stops reading is cut after ``write_timeout_s`` without progress, and a blocked write can be cancelled
   (stock: writes are shielded from cancellation and have no time limit);
 - the end of a response is out before the request's task can be cancelled, so that connections are recycled, closed and
   timed out as they should be (stock: Quart-Trio cancels the very task that is doing that);
-- HTTP/1.1 only: HTTP/2 has no back-pressure here and cannot be switched off by settings; WebSockets are refused;
 - connections are counted, and one too many gets an honest 503;
 - an early answer to a request whose body is still coming is not lost to a TCP reset: what comes is thrown away for
   ``linger_s`` before the socket closes;
-- whatever is malformed gets a JSON error like every other one;
 - a write that fits the kernel's buffer costs one system call.
 """
 
@@ -18,7 +17,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any, cast
@@ -29,20 +27,17 @@ import hypercorn.trio.run
 import trio
 from hypercorn.config import Config, Sockets
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
-Scope = MutableMapping[str, Any]
+from .http11 import BODY_WRITER, Protocol, Scope, error_reply
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# What the layers above take apart without a check of their own: anything else would end there as a 500.
-_TARGET = re.compile(rb"/.*|https?://[^/?#\[\]]+(/.*)?|\*", re.DOTALL)
-_HOST = re.compile(rb"([\w-]{1,63}(\.[\w-]{1,63})*\.?|\[[0-9a-f:.]{2,45}\])?(:\d{1,5})?", re.IGNORECASE)
 _WRITE_SLICE = 64 * 1024  # bytes that have to leave within one write timeout
 _FAIR_EVERY = 8  # writes between two turns of the event loop, at most
 _logger = logging.getLogger("offbook.http")
@@ -132,73 +127,6 @@ def shield_final(app: AsgiApp) -> AsgiApp:
     return shielded
 
 
-class _Refused(Exception):
-    """A request that is well-formed HTTP and still not taken."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-
-
-class Protocol(H11Protocol):
-    """HTTP/1.1 and nothing else on the connection."""
-
-    config: DoorConfig
-
-    async def handle(self, event: Event) -> None:
-        try:
-            await super().handle(event)
-        except _Refused as refusal:
-            await self._send_error_response(refusal.status)
-            await self.send(Closed())
-
-    async def _check_protocol(self, event: h11.Request) -> None:
-        """Stock: switches to HTTP/2 here. An ``Upgrade: h2c`` is ignored, as HTTP allows."""
-        names = [name.lower() for name, _ in event.headers]
-        if event.method == b"PRI":
-            raise _Refused(505)
-        if b"content-length" in names and b"transfer-encoding" in names:
-            raise _Refused(400)  # two ideas of where the body ends: a smuggling vector behind proxies
-        hosts = [value for name, value in event.headers if name.lower() == b"host"]
-        if not _TARGET.fullmatch(event.target) or not all(map(_HOST.fullmatch, hosts)):
-            raise _Refused(400)
-        if any(name.lower() == b"upgrade" and value.lower() == b"websocket" for name, value in event.headers):
-            raise _Refused(400)
-
-    async def _send_h11_event(self, event: Any) -> None:
-        """Stock: raises when a request that is cancelled while its response begins is to be answered with a 500."""
-        late = isinstance(event, h11.Response) and self.connection.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
-        await (self.send(Closed()) if late else super()._send_h11_event(event))
-
-    async def _send_error_response(self, status_code: int) -> None:
-        head, body = error_reply(status_code)
-        headers = [*head, *self.config.response_headers("h11")]
-        await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
-        await self._send_h11_event(h11.Data(data=body))
-        await self._send_h11_event(h11.EndOfMessage())
-
-
-_REASONS = {
-    400: "The request is not valid HTTP/1.1 for this server",
-    431: "The request's headers are too large",
-    501: "Of the transfer encodings only chunked is understood",
-    503: "Too many connections: try again in a second",
-    505: "Only HTTP/1.1 is served here",
-}
-
-
-def error_reply(status: int) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Headers and JSON body of an error that no application saw."""
-    message = _REASONS.get(status, "The request could not be read")
-    kind = b"overloaded" if status == 503 else b"invalid_request_error"
-    body = b'{"error":{"object":"error","type":"%s","code":"%s","message":"%s"}}' % (kind, kind, message.encode())
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
-    return ([*headers, (b"retry-after", b"1")] if status == 503 else headers), body
-
-
 class Connection(TCPServer):
     """One client connection, from accept to close."""
 
@@ -228,10 +156,12 @@ class Connection(TCPServer):
         try:
             async with TaskGroup() as task_group:
                 self._task_group = task_group
-                self.protocol = cast(Any, Protocol(
-                    self.app, self.config, self.context, task_group, ConnectionState(self.state), False, client, server,
-                    self.protocol_send,
-                ))  # fmt: skip
+                state = ConnectionState(self.state.copy())
+                protocol = Protocol(
+                    self.app, self.config, self.context, task_group, state, False, client, server, self.protocol_send
+                )
+                state[BODY_WRITER] = protocol.write_body
+                self.protocol = cast(Any, protocol)
                 await self.idle_task.restart(task_group, self._idle_timeout)
                 with self._reading:
                     await self._read_data()

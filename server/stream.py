@@ -13,6 +13,7 @@ from quart.wrappers.response import ResponseBody
 from ..actors.answer import Answer
 from ..actors.errors import CompletionError
 from .exchange import Exchange
+from .http11 import WriteBody
 from .replies import wire_error
 from .translate import StreamWriter
 
@@ -20,12 +21,20 @@ _logger = logging.getLogger("offbook.http")
 
 
 class AnswerBody(ResponseBody):
-    """What Quart iterates over: bytes of whole events."""
+    """What Quart iterates over: bytes of whole events.
 
-    def __init__(self, answer: Answer, writer: StreamWriter, exchange: Exchange) -> None:
+    The first piece and the last go through Quart, which begins and ends the response; those between are written by
+    ``write_body``, where there is one.
+    """
+
+    def __init__(
+        self, answer: Answer, writer: StreamWriter, exchange: Exchange, write_body: WriteBody | None = None
+    ) -> None:
         self._answer = answer
         self._writer = writer
         self._exchange = exchange
+        self._write_body = write_body
+        self._begun = False
         self._over = False
 
     async def __aenter__(self) -> AnswerBody:
@@ -40,6 +49,16 @@ class AnswerBody(ResponseBody):
     async def __anext__(self) -> bytes:
         if self._over:
             raise StopAsyncIteration
+        piece = await self._next_piece()
+        if self._write_body is not None:
+            while self._begun and not self._over:
+                await self._write_body(piece)
+                piece = await self._next_piece()
+        self._begun = True
+        return piece
+
+    async def _next_piece(self) -> bytes:
+        """All that is due; the end, which is ``_over``, comes alone."""
         try:
             deltas = await self._answer.next_all()
             if deltas:

@@ -7,7 +7,7 @@ Long, since every trap is sprung on the same application.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -18,6 +18,7 @@ from quart_trio import QuartTrio
 from raw_http import connect, request_bytes, serving
 
 from offbook.server import hypercorn_adapter
+from offbook.server.http11 import body_writer
 
 BLOCK = b"x" * 65536
 LIMIT_S = 5.0  # for a test; nothing here should take a second
@@ -201,6 +202,33 @@ async def test_slow_headers_are_cut() -> None:
                     await trio.sleep(0.05)
             except trio.BrokenResourceError:
                 pass
+
+
+async def straight(scope: Any, receive: Any, send: Any) -> None:
+    """A body whose pieces, large ones too, go through the layers and past them in turns."""
+    write = body_writer(scope)
+    assert write is not None
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for size, past in ((1, False), (1, True), (70_000, True), (15, False), (16, True)):
+        piece = b"x" * size
+        await (write(piece) if past else send({"type": "http.response.body", "body": piece, "more_body": True}))
+    await send({"type": "http.response.body", "body": b"end", "more_body": False})
+
+
+async def test_pieces_written_past_the_layers_are_framed_as_the_others() -> None:
+    whole = b"x" * 70_033 + b"end"
+    with trio.fail_after(LIMIT_S):
+        async with serving(cast(Any, straight)) as server, connect(server.port) as client:
+            assert (await client.request("GET", "/")).body == whole
+            assert (await client.request("GET", "/")).body == whole  # the connection is as good as before
+            async with connect(server.port) as old:
+                await old.send(b"GET / HTTP/1.0\r\n\r\n")
+                head, _, body = (await old.read_to_end()).partition(b"\r\n\r\n")
+                assert b"chunked" not in head.lower() and body == whole
+
+
+def test_behind_another_server_there_is_no_way_past() -> None:
+    assert body_writer({}) is None and body_writer({"state": {}}) is None
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
