@@ -53,8 +53,8 @@ class _Held:
 class Answer:
     """An async iterable of ``Delta``; see the attributes. ``usage`` and ``timings`` are final after the last delta.
 
-    Iterating raises CompletionError children: StepFailed when the device failed, DeadlineExceeded, EngineOverloaded
-    when a request with priority took its place in the queue.
+    Iterating raises CompletionError children, after the deltas that came before: StepFailed when the device failed,
+    DeadlineExceeded, EngineOverloaded when a request with priority took its place in the queue.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Answer:
         self._held: dict[int, _Held] = {}
         self._ready: deque[Delta] = deque()
         self._ended = False
+        self._error: CompletionError | None = None  # what it ended with, until it has been raised
 
     async def accepted(self) -> None:
         """Wait for admission's verdict. Raises CompletionError."""
@@ -99,7 +100,8 @@ class Answer:
     async def __anext__(self) -> Delta:
         while not self._ready:
             if self._ended:
-                raise StopAsyncIteration
+                error, self._error = self._error, None
+                raise StopAsyncIteration if error is None else error
             await self._fill()
         return self._ready.popleft()
 
@@ -122,7 +124,11 @@ class Answer:
         wake_at = math.inf
         if self._held:
             wake_at = min(self._buffering.wake_at(h.tokens, h.since) for h in self._held.values())
-        event = await self._receive(min(wake_at, self._deadline), may_time_out=wake_at <= self._deadline)
+        try:
+            event = await self._receive(min(wake_at, self._deadline), may_time_out=wake_at <= self._deadline)
+        except CompletionError as error:
+            self._take_all_nowait()  # what came before the deadline counts, even if nobody had read it
+            event = None if self._ended else error
         if event is not None:
             self._take(event)
             self._take_all_nowait()
@@ -155,7 +161,7 @@ class Answer:
                 self.speculation, self.concurrent_requests = event.speculation, event.concurrent_requests
             case CompletionError():
                 self._ended = True
-                raise event
+                self._error = event
             case Accepted():
                 raise AssertionError("the verdict comes once")
             case deltas:

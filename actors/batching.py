@@ -78,8 +78,8 @@ class _Batcher:
         self._metrics = metrics
         self._tickets: dict[int, Ticket] = {}
         self._out: Plan | None = None
-        self._stopped: list[Sequence] = []  # finished by a stop string while their step was out
-        self._tokens: Gained | None = None  # the last step's, to be fanned out once the next step is on its way
+        self._stopped: list[Sequence] = []  # ended by fan-out while their step was out
+        self._news: list[FanoutMail] = []  # of the last step, to be fanned out once the next step is on its way
         self._next_step = 0
 
     def admit(self, ticket: Ticket) -> None:
@@ -102,40 +102,35 @@ class _Batcher:
         now = trio.current_time()
         gains = harvest(done.step, done.result, self._scheduler)
         self._observe(done, gains)
-        broken = {id(_ticket(g.sequence)): _ticket(g.sequence) for g in gains if g.error}
-        for work in done.step.plan.works:
-            if id(_ticket(work.sequence)) in broken:  # what gave a NaN once is not to be given to others
+        self._news.append(Gained(gains, done.result, now))
+        for work, gain in zip(done.step.plan.works, gains, strict=True):
+            if gain.error:  # what gave a NaN once is not to be given to others
                 self._scheduler.distrust(work, done.step.plan.step_id)
-        for ticket in broken.values():
-            self._fail_ticket(ticket, "the model's output is not a number, or no token is allowed")
-        for gain in gains:
-            if gain.finish is not None:
+                self._fail(gain.sequence, "the model's output is not a number, or no token is allowed")
+            elif gain.finish is not None:
                 self._finish(gain.sequence)
-        self._tokens = Gained([g for g in gains if id(_ticket(g.sequence)) not in broken], done.result, now)
 
     def fail(self, broken: StepBroken) -> None:
         """A step failed: its requests end with an error, and what it may have written is forgotten."""
         self._out = None
         self._metrics.step_back()
         self._metrics.failed_steps.inc()
-        sequences = [w.sequence for w in broken.step.plan.works]
         for work in broken.step.plan.works:
             self._scheduler.distrust(work, broken.step.plan.step_id)
-        for ticket in {id(t): t for t in map(_ticket, sequences)}.values():
-            self._fail_ticket(ticket, broken.reason)
+            self._fail(work.sequence, broken.reason)
 
     def advance(self) -> None:
-        """Plan and send the next step unless one is out; then hand the last one's tokens to fan-out."""
+        """Plan and send the next step unless one is out; then tell fan-out what came of the last one."""
         if self._out is None:
             self._sweep()
             self._send_step()
             self._metrics.scheduled(self._scheduler)
-        if self._tokens is not None:
-            self._fanout.send_nowait(self._tokens)
-            self._tokens = None
+        for news in self._news:
+            self._fanout.send_nowait(news)
+        self._news.clear()
 
     def _sweep(self) -> None:
-        """Finish what a stop string ended, and what nobody waits for any more."""
+        """Finish what fan-out has ended, and what nobody waits for any more."""
         for sequence in self._stopped:
             self._finish(sequence)
         self._stopped.clear()
@@ -197,9 +192,10 @@ class _Batcher:
         for sequence in ticket.sequences:
             self._finish(sequence)
 
-    def _fail_ticket(self, ticket: Ticket, reason: str) -> None:
-        self._finish_all(ticket)
-        self._fanout.send_nowait(Failed(ticket, reason))
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        """Let a sequence go; whether its request fails is fan-out's to say, who knows whether its text is complete."""
+        self._finish(sequence)
+        self._news.append(Failed(sequence, reason))
 
 
 def _ticket(sequence: Sequence) -> Ticket:

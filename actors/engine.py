@@ -261,12 +261,13 @@ class Engine:
         prediction = predicted_ids(request, self.tokenizer, self._limits)
         ticket.prediction_tokens = len(prediction)
         thinking = plan_thinking(request, self._markers, self.tokenizer)
-        drafter = Prediction(prediction) if prediction else PromptLookup(()) if self.config.prompt_lookup else None
+        predicted = Prediction(prediction) if prediction else None
         keep = request.prompt_cache_key is not None or context.session is not None
         for plan in plans:
             wants = wants_of(request, plan)
             params = sampling_params(request, answer.sampling_options, seed % 2**64, wants)
             prompt = plan.info.token_ids
+            drafter = PromptLookup(prompt) if predicted is None and self.config.prompt_lookup else predicted
             for sample in range(answer.n):
                 sequence = Sequence(
                     prompt, msgspec.structs.replace(params, choice=sample) if sample else params,

@@ -97,23 +97,27 @@ class Constraint:
 
     def matcher(self) -> Matcher:
         """A fresh matcher at the beginning of an answer."""
-        return Matcher(self._start.deep_copy(), self._vocabulary)
+        return Matcher(self._start, self._vocabulary)
 
 
 class Matcher:
-    """Where one choice stands in its grammar."""
+    """Where one choice stands in its grammar. A place that is too complex for the library leaves its matcher unusable:
+    when that is met while looking ahead, it starts again from the beginning, and never looks ahead after that."""
 
-    __slots__ = ("_eos_ids", "_matcher", "_words")
+    __slots__ = ("_eos_ids", "_far_sighted", "_matcher", "_start", "_taken", "_words")
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._matcher = matcher
+    def __init__(self, start: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._taken: list[int] = []
+        self._far_sighted = True
         self._eos_ids = vocabulary.eos_ids
         self._words = vocabulary.words
 
     @property
     def finished(self) -> bool:
         """The answer is complete and nothing but an end token may follow (or one has been consumed)."""
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def accepting(self) -> bool:
@@ -137,22 +141,33 @@ class Matcher:
                 row[:] = kept
 
     def consume(self, token_id: int) -> bool:
-        """Move on by a token; False, and no move, when it is not allowed here."""
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        """Move on by a token; False, and no move, when it is not allowed here (or what follows is too complex: then
+        ``fill`` says so)."""
+        taken = self._try(token_id)
+        if taken:
+            self._taken.append(token_id)
+        return taken
 
-    def fill_ahead(self, rows: U32, drafts: Sequence[int], *, end: bool = True) -> int:
+    def fill_ahead(self, rows: U32, drafts: Sequence[int], *, end_from: int | None = 0) -> int:
         """Masks for the next token and for the one after each draft: rows [len(drafts) + 1, ceil(V / 32)], as far as
-        the drafts fit. Returns how many do (k; rows 0..k are written); the matcher does not move."""
+        the drafts fit; nothing is allowed in the others. Returns how many fit; the matcher does not move. ``end_from``:
+        the first row at which an end token counts as one (see ``fill``), None for none.
+
+        Raises ConstraintError when the grammar turns out too complex for the next token.
+        """
         fits = 0
-        try:
-            self.fill(rows[0], end=end)
-            for draft in drafts:
-                if draft in self._eos_ids or not self.consume(draft):
-                    break
-                fits += 1
-                self.fill(rows[fits], end=end)
-        finally:
-            self._back(fits)
+        self.fill(rows[0], end=end_from == 0)
+        rows[1:] = 0
+        for draft in drafts:
+            if not self._far_sighted or draft in self._eos_ids or not self._try(draft):
+                break
+            fits += 1
+            try:
+                self.fill(rows[fits], end=end_from is not None and fits >= end_from)
+            except ConstraintError:
+                rows[fits] = 0
+                break
+        self._back(fits)
         return fits
 
     def accepts(self, drafts: Sequence[int]) -> int:
@@ -160,7 +175,7 @@ class Matcher:
         nothing can be drafted after them."""
         fits = 0
         for draft in drafts:
-            if draft in self._eos_ids or not self.consume(draft):
+            if not self._far_sighted or draft in self._eos_ids or not self._try(draft):
                 break
             fits += 1
         self._back(fits)
@@ -169,15 +184,22 @@ class Matcher:
     def forced_tokens(self) -> list[int]:
         """Tokens that the grammar leaves no choice about, spelled as the tokenizer would spell them: drafts, since
         another spelling of the same text is allowed too. Empty when there is a choice, or when finished."""
-        if self._matcher.is_stopped():
+        if self._matcher.is_stopped() or not self._far_sighted:
             return []
         forced = self._matcher.compute_ff_tokens()
+        self._back(0)
         ends = (i for i, token_id in enumerate(forced) if token_id in self._eos_ids)
         return forced[: next(ends, len(forced))]
 
+    def _try(self, token_id: int) -> bool:
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
     def _back(self, count: int) -> None:
-        if count and not self._matcher.rollback(count):
-            raise _too_complex(self._matcher)
+        """From looking ahead by so many tokens to where it stood."""
+        if self._matcher.is_error() or (count and not self._matcher.rollback(count)):
+            self._far_sighted = False
+            self._matcher = self._start.deep_copy()
+            self._matcher.try_consume_tokens(self._taken)
 
 
 def compile_constraint(

@@ -42,7 +42,8 @@ class Step:
 
 @dataclass(slots=True)
 class Gain:
-    """What one sequence got out of a step: tokens (``rows`` are their logits rows), or an error bit."""
+    """What one sequence got out of a step: tokens (``rows`` are their logits rows), and an error bit if what comes after
+    them could not be computed. What an answer does not need any more cannot be in error."""
 
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
@@ -173,17 +174,20 @@ def harvest(step: Step, result: StepResult, scheduler: Scheduler) -> list[Gain]:
     gains = {id(w.sequence): Gain(w.sequence) for w in step.plan.works}
     for r, work in enumerate(step.runs):
         gain, rows = gains[id(work.sequence)], range(starts[r], starts[r + 1])
-        gain.error |= max((errors[k] for k in rows), default=0)
         if gain.error:
             continue
-        if batch.run_kind[r] == SCORE:
-            _take_scores(work, rows, result, batch)
-        else:
+        if batch.run_kind[r] == SAMPLE:
             _take_tokens(gain, work, rows, tokens)
             work.sequence.mu = float(result.run_mu[r])
+        if not gain.finish:
+            gain.error = max((errors[k] for k in rows), default=0)
+        if batch.run_kind[r] == SCORE and not gain.error:
+            _take_scores(work, rows, result, batch)
     for work in step.plan.works:
         sequence, gain = work.sequence, gains[id(work.sequence)]
         stop = work.start + work.count
+        if gain.error:
+            continue
         if sequence.score_from is not None and work.start < sequence.n_prompt:
             scheduler.prefix.store_scores(sequence, work.start, stop)
         if stop >= sequence.n_prompt > work.start:
@@ -209,7 +213,7 @@ def _take_tokens(gain: Gain, work: Work, rows: range, tokens: list[int]) -> None
         gain.tokens.append(token)
         gain.rows.append(k)
         constrained = sequence.constrained
-        if sequence.thinking is not None:
+        if sequence.thinking is not None and not constrained:  # what a grammar spells opens no block
             sequence.thinking.push(token)
         gain.finish = sequence.take(token)
         if constrained and sequence.matcher is not None:
@@ -244,13 +248,13 @@ def fill_masks(step: Step, vocabulary_size: int) -> U32 | None:
             for token in sequence.eos_ids:
                 rows[:early, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
         else:
-            _fill_matched(sequence.matcher, rows, job.drafts, end=bool(sequence.eos_ids) and early <= 0)
+            _fill_matched(sequence.matcher, rows, job.drafts, max(early, 0) if sequence.eos_ids else None)
     return masks
 
 
-def _fill_matched(matcher: Matcher, rows: U32, drafts: list[int], *, end: bool) -> None:
+def _fill_matched(matcher: Matcher, rows: U32, drafts: list[int], end_from: int | None) -> None:
     """A grammar that became too complex leaves nothing allowed: its own row fails, the step's others do not."""
     try:
-        matcher.fill_ahead(rows, drafts, end=end)
+        matcher.fill_ahead(rows, drafts, end_from=end_from)
     except ConstraintError:
         rows[:] = 0

@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from sim_device import LetterTokenizer
+from sim_device import END_THINK, EOS, THINK, LetterTokenizer
 
 from offbook.actors.errors import InvalidRequest
 from offbook.actors.request import from_fields
 from offbook.actors.thinking import BRIDGE, Markers, ThinkingPlan, ThinkingState, find_markers, plan_thinking
+
+
+class Unmarked(LetterTokenizer):
+    specials = {EOS: "<end>"}  # noqa: RUF012
+
 
 LETTERS = LetterTokenizer()
 MARKERS = Markers((1, 2), (3,))
@@ -93,7 +98,8 @@ def test_effects_are_refused_without_markers(fields: dict[str, object]) -> None:
 
 
 def test_markers_of_the_tokenizer_and_of_the_configuration() -> None:
-    assert find_markers(LETTERS, None, None) is None
+    assert find_markers(LETTERS, None, None) == Markers((THINK,), (END_THINK,))
+    assert find_markers(Unmarked(), None, None) is None
     assert find_markers(LETTERS, "ab", "c") == MARKERS
     with pytest.raises(ValueError, match="both"):
         find_markers(LETTERS, "ab", None)
