@@ -14,7 +14,7 @@ import numpy as np
 
 from ..kernels.params import SamplingParams
 from ..kernels.step import I32, SAMPLE, SCORE, U32, SlotOpen, StepBatch, StepResult
-from .grammar import ConstraintError, Matcher
+from .grammar_matcher import ConstraintError, Matcher
 from .schedule import Plan, Scheduler, Work
 from .sequence import Sequence
 
@@ -42,8 +42,8 @@ class Step:
 
 @dataclass(slots=True)
 class Gain:
-    """What one sequence got out of a step: tokens (``rows`` are their logits rows), and an error bit if what comes after
-    them could not be computed. What an answer does not need any more cannot be in error."""
+    """What one sequence got out of a step: tokens (``rows`` are their logits rows), and an error bit if what comes
+    after them could not be computed. What an answer does not need any more cannot be in error."""
 
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)

@@ -78,7 +78,7 @@ def plan_thinking(request: CompletionRequest, markers: Markers | None, tokenizer
         message = "Has no effect without budget_tokens"
         raise InvalidRequest(Failure(("thinking", "budget_end_str"), message, "value_error"), status=422)
     _check_model(request, effort, limits, markers, field)
-    bound = request.response_format is not None and request.response_format.type != "text"  # it waits for the block's end
+    bound = request.response_format is not None and request.response_format.type != "text"
     if markers is None or (effort != "none" and not limits and not bound):
         return None
     if effort == "none":

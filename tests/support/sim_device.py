@@ -1,16 +1,16 @@
 """A device without arithmetic, for tests: its "model" is a hash of everything a row can see through its block table.
 
 Why: whatever the actors do wrong with blocks, copies, chunks or slots (a stale block, a lost copy, a wrong position)
-changes what a row sees, and with it the tokens; so does a wrong mask, mu, forced token or sampler's state. It honours the
-step seam to the letter: copies first, then all writes, then all reads. ``expected`` computes the same answer from the
-tokens alone, without blocks: the independent truth (sim_oracle.py knows the rest).
+changes what a row sees, and with it the tokens; so does a wrong mask, mu, forced token or sampler's state. It honours
+the step seam to the letter: copies first, then all writes, then all reads. ``expected`` computes the same answer from
+the tokens alone, without blocks: the independent truth (sim_oracle.py knows the rest).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -59,8 +59,8 @@ def slot_state(params: SamplingParams, prompt: Sequence[int], output: Sequence[i
 def draw(
     prefix: Sequence[int], params: SamplingParams, counter: int, state: Sequence[int] = (), mu: float = 0.0
 ) -> int:
-    """The made-up draw: of the prefix and the slot's state alone when greedy, else also of seed, choice and counter, and
-    of mu under mirostat."""
+    """The made-up draw: of the prefix and the slot's state alone when greedy, else also of seed, choice and counter,
+    and of mu under mirostat."""
     if params.temperature == 0:
         key = digest(prefix, "greedy", *state)
     elif params.mirostat_target is None:
@@ -207,11 +207,11 @@ def run_on(device: SimDevice, step: Step) -> StepResult:
 class LetterTokenizer:
     """One token per character of an alphabet in which some JSON can be written, and three special tokens."""
 
-    letters = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 {}\":,"
-    specials = {EOS: "<end>", THINK: "<think>", END_THINK: "</think>"}
+    letters = '\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 {}":,'
+    specials: ClassVar = {EOS: "<end>", THINK: "<think>", END_THINK: "</think>"}
     vocabulary_size = VOCABULARY
     eos_ids = (EOS,)
-    bos_id = None
+    bos_id: int | None = None
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         return [self.letters.index(c) if c in self.letters else OTHER for c in text]

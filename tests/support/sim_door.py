@@ -88,7 +88,8 @@ async def _scenario(world: World, scopes: list[trio.CancelScope], desks: list[ad
     executor = SimExecutor(device)
     config = EngineConfig(
         running_max=rng.choice((1, 3, 16)), step_tokens_max=rng.choice((5, 100)), queue_max=rng.choice((1, 4, 100)),
-        choices_max=9, client_share_max=rng.choice((None, None, 1)), grammar_compile_s=math.inf, default_max_tokens=DEFAULT_MAX_TOKENS,
+        choices_max=9, client_share_max=rng.choice((None, None, 1)), grammar_compile_s=math.inf,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
     )  # fmt: skip
     faults = Faults(random.Random(rng.random()), executor, fatal=False)
     world.faults = faults.counts

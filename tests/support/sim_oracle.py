@@ -12,12 +12,22 @@ from functools import cache
 import msgspec
 import numpy as np
 from sim_device import (
-    END_THINK, EOS, THINK, VOCABULARY, LetterTokenizer, alternatives_of, draw, kept_of, logprob_of, next_mu, slot_state,
+    END_THINK,
+    THINK,
+    VOCABULARY,
+    LetterTokenizer,
+    alternatives_of,
+    draw,
+    kept_of,
+    logprob_of,
+    next_mu,
+    slot_state,
 )  # fmt: skip
 
 from offbook.actors.constraints import Constraints
 from offbook.actors.events import TokenRow
-from offbook.actors.grammar import Constraint, Matcher, Vocabulary, compile_constraint
+from offbook.actors.grammar import Constraint, Vocabulary, compile_constraint
+from offbook.actors.grammar_matcher import Matcher
 from offbook.actors.request import CompletionRequest, ResponseFormat
 from offbook.actors.resolve import stop_strings
 from offbook.actors.thinking import BRIDGE
@@ -181,7 +191,7 @@ def _allowed(token: int, matcher: Matcher | None, eos: tuple[int, ...], *, may_e
     """What the simulated device makes of a draw under a mask: the next token that is allowed."""
     if matcher is None:
         return token + (token in eos and not may_end)
-    row = np.zeros(matcher._words, np.uint32)
+    row = np.zeros(-(-VOCABULARY // 32), np.uint32)
     matcher.fill(row, end=bool(eos) and may_end)
     ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
     return int(next((t for t in ids if t >= token), ids[0]))

@@ -32,8 +32,9 @@ def random_fields(rng: random.Random, context: int) -> dict[str, object]:
         {"echo": True, "logprobs": rng.choice((0, 2))}, {"echo_last": 3, "logprobs": True}, {"frequency_penalty": 0.5},
         {"logprobs": True, "top_logprobs": rng.choice((1, 3)), "sampling_mask": "non_zero_list"}, {"raw_output": True},
         {"prompt_cache_isolation_key": rng.choice("pq")}, {"prompt_cache_key": "k"}, {"prompt_cache_max_len": 5},
-        {"stream_options": {"buffer_tokens": 3}}, {"stream_options": {"buffer_ms": 7}}, {"stop": rng.choice("abcdefgh")},
-        {"stop": ["e", "nd>", "Qx"]}, {"mirostat_target": 1.5}, {"logit_bias": {"5": 3, "7": -100, "9": 0}},
+        {"stream_options": {"buffer_tokens": 3}}, {"stream_options": {"buffer_ms": 7}},
+        {"stop": rng.choice("abcdefgh")}, {"stop": ["e", "nd>", "Qx"]}, {"mirostat_target": 1.5},
+        {"logit_bias": {"5": 3, "7": -100, "9": 0}},
         {"reasoning_effort": rng.choice((1, 4, "none", "low"))}, {"thinking": {"type": "disabled"}},
         {"thinking": {"budget_end_str": rng.choice(("", "xy")), "effort": rng.choice((2, 5))}},
     ]  # fmt: skip
@@ -57,7 +58,12 @@ def _prompt(rng: random.Random, context: int) -> object:
         return prompt
     if kind < 0.75:
         return [prompt, stem + "b"]
-    marked = [*LETTERS.encode(prompt), THINK, *LETTERS.encode("hm"), *rng.choice(((), (END_THINK,), (END_THINK, THINK)))]
+    marked = [
+        *LETTERS.encode(prompt),
+        THINK,
+        *LETTERS.encode("hm"),
+        *rng.choice(((), (END_THINK,), (END_THINK, THINK))),
+    ]
     if kind < 0.85:
         return marked
     if kind < 0.97:
