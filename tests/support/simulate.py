@@ -231,7 +231,8 @@ class _Client:
                             self.faults.fatal or self.engine.state == "draining" or self.engine.config.applies_max < 12
                         )
         finally:
-            check_start(self.request, deltas, self.engine.card.context_length)
+            if ending != "done":
+                check_start(self.request, deltas, self.engine.card.context_length)
             world.endings[ending] += 1
             world.note(self.name, ending)
 
