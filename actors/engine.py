@@ -260,13 +260,14 @@ class Engine:
             answer.grammar, answer.warnings = constraint.source, constraint.warnings
         prediction = predicted_ids(request, self.tokenizer, self._limits)
         ticket.prediction_tokens = len(prediction)
-        thinking = plan_thinking(request, self._markers, self.tokenizer)
+        thinking_plan = plan_thinking(request, self._markers, self.tokenizer)
+        params = sampling_params(request, answer.sampling_options, seed % 2**64, wants_of(request, plans[0]))
         predicted = Prediction(prediction) if prediction else None
         keep = request.prompt_cache_key is not None or context.session is not None
         for plan in plans:
             wants = wants_of(request, plan)
-            params = sampling_params(request, answer.sampling_options, seed % 2**64, wants)
             prompt = plan.info.token_ids
+            thinking = ThinkingState(thinking_plan, prompt) if thinking_plan is not None else None
             drafter = PromptLookup(prompt) if predicted is None and self.config.prompt_lookup else predicted
             for sample in range(answer.n):
                 sequence = Sequence(
@@ -278,7 +279,7 @@ class Engine:
                     namespace=namespace_of(request, context), cache_limit=request.prompt_cache_max_len, keep=keep,
                     matcher=constraint.matcher() if constraint is not None else None,
                     drafter=drafter.fresh() if drafter is not None else None,
-                    thinking=ThinkingState(thinking, prompt) if thinking is not None else None,
+                    thinking=thinking.fresh() if thinking is not None else None,
                 )  # fmt: skip
                 choice = Choice(ticket, len(ticket.choices), sequence, self.surfaces, stop_strings(request), wants)
                 sequence.owner = choice

@@ -250,7 +250,7 @@ def effective_options(request: CompletionRequest, limits: Limits) -> dict[str, f
 def sampling_params(
     request: CompletionRequest, options: Mapping[str, float | int], seed: int, wants: Wants
 ) -> SamplingParams:
-    """The sampler's parameters of the first sample; the others differ in ``choice`` alone."""
+    """The sampler's parameters of the first sample of every prompt; the others differ in ``choice`` alone."""
     bias = tuple(sorted((int(k), float(v)) for k, v in (request.logit_bias or {}).items() if v))
     return msgspec.convert(
         {

@@ -10,6 +10,7 @@ What a model without markers cannot do is refused; what asks for nothing is acce
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 import msgspec
@@ -133,6 +134,12 @@ class ThinkingState:
         self._closing: list[int] = []  # what is still to be forced, last token first
         self.inside = _end_of(plan.markers.start, prompt) > _end_of(plan.markers.end, prompt)
         self._force_if_spent()
+
+    def fresh(self) -> ThinkingState:
+        """The same at the beginning of another answer to the same prompt."""
+        other = copy(self)
+        other._tail, other._closing = list(self._tail), list(self._closing)
+        return other
 
     @property
     def forced(self) -> int | None:
