@@ -187,6 +187,9 @@ def test_sizes_before_tokenizing() -> None:
     assert estimate_tokens(asked(prompt=[1] * 9)) == 9
     assert text_bytes(asked(prompt=["abc", "de"])) == 5
     assert text_bytes(asked(prompt=[1, 2])) == 0
+    assert text_bytes(asked(prompt=[1, 2], speculation="abc")) == 3
+    assert text_bytes(asked(prompt="a", prediction={"content": [{"type": "text", "text": "bcd"}]})) == 4
+    assert text_bytes(asked(prompt="a", thinking={"effort": 2, "budget_end_str": "xy"})) == 3
 
 
 @pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
