@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, Self
 
@@ -18,6 +20,8 @@ from .errors import CompletionError, DeadlineExceeded, StepFailed
 from .events import Delta, PromptInfo, Speculation, Timings, Usage
 from .request import CompletionRequest
 from .ticket import Accepted, Ended, Event
+
+TOO_LATE = "the request's deadline passed before its answer was complete"
 
 
 class Buffering:
@@ -144,7 +148,15 @@ class Answer:
             raise StepFailed("the engine ended before the answer did") from None
         if may_time_out:
             return None
-        raise DeadlineExceeded("the request's deadline passed before its answer was complete")
+        raise DeadlineExceeded(TOO_LATE)
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """Until the deadline, and no longer. Raises DeadlineExceeded."""
+        with trio.move_on_at(self._deadline) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(TOO_LATE)
 
     def _take_all_nowait(self) -> None:
         while not self._ended:

@@ -196,8 +196,9 @@ class Engine:
         try:
             self._send(Apply(ticket))
             await answer.accepted()
-            plan = await self._plan(request)
-            constraint = await self._constraints.get(request.response_format)
+            with answer.in_time():
+                plan = await self._plan(request)
+                constraint = await self._constraints.get(request.response_format)
             self._fill(ticket, answer, plan, context, constraint)
             self._send(Enqueue(ticket))
             yield answer
@@ -245,7 +246,7 @@ class Engine:
         """Short texts are tokenized here and now, long ones beside the event loop."""
         plan = partial(plan_request, request, self.tokenizer, self.config, self._limits, self._markers)
         long = text_bytes(request) > self.config.thread_tokenize_bytes
-        return await trio.to_thread.run_sync(plan) if long else plan()
+        return await trio.to_thread.run_sync(plan, abandon_on_cancel=True) if long else plan()
 
     def _fill(
         self, ticket: Ticket, answer: Answer, plan: RequestPlan, context: Context, constraint: Constraint | None
