@@ -110,11 +110,11 @@ async def test_echo_scores_every_prompt_token(autojump_clock: trio.testing.MockC
 
 async def test_a_stop_string_ends_one_choice(autojump_clock: trio.testing.MockClock) -> None:
     async with engine_on() as engine:
-        (whole,) = await ask(engine, prompt="stop", temperature=0, max_tokens=30, ignore_eos=True)
+        (whole,) = await ask(engine, prompt="a stop", temperature=0, max_tokens=30, ignore_eos=True)
         text = whole.text
         stop = text[7:9]
         at = text.index(stop)
-        async with engine.complete(prompt="stop", temperature=0, max_tokens=30, ignore_eos=True, stop=stop) as answer:
+        async with engine.complete(prompt="a stop", temperature=0, max_tokens=30, ignore_eos=True, stop=stop) as answer:
             (cut,) = await answer.choices()
     assert (cut.text, cut.finish_reason) == (text[:at], "stop")
     assert answer.usage.completion_tokens == len(cut.token_ids) < 30

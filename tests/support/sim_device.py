@@ -67,7 +67,8 @@ def draw(
         key = digest(prefix, params.seed, params.choice, counter, *state)
     else:
         key = digest(prefix, params.seed, params.choice, counter, *state, "mu", mu)
-    return key % VOCABULARY
+    token = key % (VOCABULARY + 9)  # special tokens come more often than others: much depends on them
+    return token if token < VOCABULARY else (EOS, THINK, END_THINK)[token % 3]
 
 
 def next_mu(mu: float, params: SamplingParams, token: int) -> float:

@@ -29,7 +29,8 @@ def random_fields(rng: random.Random, context: int) -> dict[str, object]:
         "service_tier": rng.choice(("default", "priority")), "user": rng.choice((None, "u", "v")),
     }  # fmt: skip
     options: list[dict[str, object]] = [
-        {"echo": True, "logprobs": rng.choice((0, 2))}, {"echo_last": 3, "logprobs": True}, {"frequency_penalty": 0.5},
+        {"echo": True, "logprobs": rng.choice((0, 1, 2))}, {"echo_last": 3, "logprobs": True},
+        {"echo": True, "logprobs": True, "top_logprobs": rng.randrange(4)}, {"frequency_penalty": 0.5},
         {"logprobs": True, "top_logprobs": rng.choice((1, 3)), "sampling_mask": "non_zero_list"}, {"raw_output": True},
         {"prompt_cache_isolation_key": rng.choice("pq")}, {"prompt_cache_key": "k"}, {"prompt_cache_max_len": 5},
         {"stream_options": {"buffer_tokens": 3}}, {"stream_options": {"buffer_ms": 7}},
@@ -80,6 +81,7 @@ def _prediction(rng: random.Random, body: dict[str, object], context: int) -> di
     for token in expected(request, context)[0][0].truth.tokens:
         change = rng.random() if rng.random() < 0.2 else 1.0
         ids += [] if change < 0.3 else [rng.randrange(VOCABULARY), token] if change < 0.6 else [token]
+    ids += rng.choices(range(VOCABULARY), k=rng.choice((0, 0, 5)))  # drafts behind the end
     if rng.random() < 0.5:
         return {"speculation": ids}
     return {"prediction": {"type": "content", "content": "".join(LETTERS.letters[t] for t in ids if t < THINK)}}
