@@ -168,7 +168,8 @@ async def test_long_texts_are_tokenized_beside_the_loop(long: dict[str, object])
     async with open_engine(config, loaded=loaded_with(executor, executor.device)) as engine:
         vars(engine)["tokenizer"] = Watched()
         for fields in ({"prompt": "a" * 10}, long):
-            async with engine.complete(**{"prompt": [1], "max_tokens": 1, **fields}) as answer:
+            body = {"model": "simulated", "prompt": [1], "max_tokens": 1, **fields}
+            async with engine.complete(from_fields(body)) as answer:
                 await answer.choices()
     assert places[10] is threading.main_thread()
     assert places[40] is not threading.main_thread()

@@ -39,6 +39,10 @@ def asked(**fields: object) -> CompletionRequest:
     return from_fields({"model": "simulated", "prompt": "abc", "seed": 1, "stream": True, **fields})
 
 
+def grammar(text: str) -> dict[str, object]:
+    return {"response_format": {"type": "grammar", "grammar": text}}
+
+
 def truth(request: CompletionRequest, choice: int = 0) -> list[int]:
     return expected(request, CONTEXT)[0][choice].truth.tokens
 
@@ -53,29 +57,28 @@ async def judge(engine: Engine, request: CompletionRequest) -> None:
         check_answer(request, [delta async for delta in answer], answer.usage, engine.card.context_length)
 
 
-def grammar(text: str) -> dict[str, object]:
-    return {"response_format": {"type": "grammar", "grammar": text}}
-
-
 @pytest.mark.parametrize("drafts", [1, 2, 64])
 @pytest.mark.parametrize("least", [0, 1, 2, 3, 5])
-async def test_a_minimum_length_with_a_grammar_and_drafts(
-    autojump_clock: trio.testing.MockClock, least: int, drafts: int
+@pytest.mark.parametrize("bound", [{}, grammar('root ::= ("a" | "ab" | "b")*')], ids=["free", "grammar"])
+async def test_a_minimum_length_and_drafts(
+    autojump_clock: trio.testing.MockClock, bound: dict[str, object], least: int, drafts: int
 ) -> None:
     """Where the answer may end is decided row by row, whatever is drafted."""
     async with engine_on(SimExecutor(), draft_tokens_max=drafts) as engine:
-        for seed in range(12):
-            body: dict[str, object] = {"seed": seed, "min_tokens": least, **grammar('root ::= ("a" | "ab" | "b")*')}
-            await judge(engine, predicted(**body))
+        for seed in range(20):
+            await judge(engine, predicted(seed=seed, min_tokens=least, **bound))
 
 
 @pytest.mark.parametrize("effort", [None, "low", 3])
 async def test_a_grammar_waits_for_a_block_that_the_prompt_opened(
     autojump_clock: trio.testing.MockClock, effort: object
 ) -> None:
-    request = asked(prompt=[1, 2, THINK, 5], reasoning_effort=effort, max_tokens=1000, **grammar('root ::= "XY"'))
+    fields = {"prompt": [1, 2, THINK, 5], "reasoning_effort": effort, "max_tokens": 1000, **grammar('root ::= "XY"')}
+    request = asked(**fields)
     async with engine_on(SimExecutor()) as engine:
         await judge(engine, request)
+        await judge(engine, predicted(**fields))
+        await judge(engine, asked(**fields, speculation=[*truth(request)[:-2], 1, 2]))
     said = "".join(LETTERS.token_bytes(t).decode() for t in truth(request))
     assert len(said.partition("</think>")[0]) > 2
     assert said.partition("</think>")[2] == "XY"

@@ -17,8 +17,8 @@ from simulate import cancelled_at_every_step, simulate
 
 COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1200"))
 KEPT = {
-    168: "a grammar did not wait for the end of a thinking block without a budget",
-    202: "below its minimum length an answer could not end at a draft's row that had reached it",
+    13: "a grammar did not wait for the end of a thinking block without a budget",
+    322: "below its minimum length an answer could not end at a draft's row that had reached it",
 }
 SMALL = (2009, 2037, 2051, 2072)  # worlds of two clients, for what is tried at every step
 
