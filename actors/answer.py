@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, Self
 
@@ -18,6 +20,8 @@ from .errors import CompletionError, DeadlineExceeded, StepFailed
 from .events import Delta, PromptInfo, Speculation, Timings, Usage
 from .request import CompletionRequest
 from .ticket import Accepted, Ended, Event, Ticket
+
+TOO_LATE = "the request's deadline passed before its answer was complete"
 
 
 class Buffering:
@@ -56,8 +60,8 @@ class _Held:
 class Answer:
     """An async iterable of ``Delta``; see the attributes. ``usage`` and ``timings`` are final after the last delta.
 
-    Iterating raises CompletionError children: StepFailed when the device failed, DeadlineExceeded, EngineOverloaded
-    when a request with priority took its place in the queue.
+    Iterating raises CompletionError children, after the deltas that came before: StepFailed when the device failed,
+    DeadlineExceeded, EngineOverloaded when a request with priority took its place in the queue.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Answer:
         self._held: dict[int, _Held] = {}
         self._ready: deque[Delta] = deque()
         self._ended = False
+        self._error: CompletionError | None = None  # what it ended with, until it has been raised
 
     async def accepted(self) -> None:
         """Wait for admission's verdict. Raises CompletionError."""
@@ -124,13 +129,20 @@ class Answer:
         return [join(deltas[i]) for i in sorted(deltas)]
 
     async def _fill(self) -> None:
-        """Wait until a delta is ready, or the answer at its end."""
+        """Wait until a delta is ready, or the answer at its end. Raises what ended it, after its last delta."""
         while not self._ready and not self._ended:
-            event = await self._receive()
+            try:
+                event = await self._receive()
+            except CompletionError as error:
+                self._take_all_nowait()  # what came before the deadline counts, even if nobody had read it
+                event = None if self._ended else error
             if event is not None:
                 self._take(event)
                 self._take_all_nowait()
             self._release()
+        if not self._ready and self._error is not None:
+            failure, self._error = self._error, None
+            raise failure
 
     async def _receive(self) -> Event | None:
         """The next event, or None when held deltas may be due before one has come."""
@@ -147,7 +159,15 @@ class Answer:
             raise StepFailed("the engine ended before the answer did") from None
         if wake_at <= self._deadline:
             return None
-        raise DeadlineExceeded("the request's deadline passed before its answer was complete")
+        raise DeadlineExceeded(TOO_LATE)
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """Until the deadline, and no longer. Raises DeadlineExceeded."""
+        with trio.move_on_at(self._deadline) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(TOO_LATE)
 
     def _take_all_nowait(self) -> None:
         while not self._ended:
@@ -164,7 +184,7 @@ class Answer:
                 self.speculation, self.concurrent_requests = event.speculation, event.concurrent_requests
             case CompletionError():
                 self._ended = True
-                raise event
+                self._error = event
             case Accepted():
                 raise AssertionError("the verdict comes once")
             case deltas:

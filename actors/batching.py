@@ -89,8 +89,9 @@ class _Batcher:
         self._metrics = metrics
         self._tickets: dict[int, Ticket] = {}
         self._out: Plan | None = None
-        self._stopped: list[Sequence] = []  # finished by a stop string while their step was out
+        self._stopped: list[Sequence] = []  # ended by fan-out while their step was out
         self._news: _News | None = None  # of the last step, to be told once the next one is on its way
+        self._failed: list[Failed] = []  # to be told after it
         self._next_step = 0
 
     def admit(self, ticket: Ticket) -> None:
@@ -115,22 +116,13 @@ class _Batcher:
         self._scheduler.budget.observe(plan.rows, done.step_ms)
         if self._scheduler.waiting:
             self._count_stalled(plan, done.step_ms)
-        if any(g.error for g in gains):
-            gains = self._fail_broken(plan, gains)
-        for gain in gains:
-            if gain.finish is not None:
-                self._finish(gain.sequence)
         self._news = _News(done, gains, now)
-
-    def _fail_broken(self, plan: Plan, gains: list[Gain]) -> list[Gain]:
-        """End the requests that had an error in a row; returns what the others gained."""
-        broken = {id(_ticket(g.sequence)): _ticket(g.sequence) for g in gains if g.error}
-        for work in plan.works:
-            if id(_ticket(work.sequence)) in broken:  # what gave a NaN once is not to be given to others
+        for work, gain in zip(plan.works, gains, strict=True):
+            if gain.error:  # what gave a NaN once is not to be given to others
                 self._scheduler.distrust(work, plan.step_id)
-        for ticket in broken.values():
-            self._fail_ticket(ticket, "the model's output is not a number, or no token is allowed")
-        return [g for g in gains if id(_ticket(g.sequence)) not in broken]
+                self._fail(gain.sequence, "the model's output is not a number, or no token is allowed")
+            elif gain.finish is not None:
+                self._finish(gain.sequence)
 
     def _count_stalled(self, plan: Plan, step_ms: float) -> None:
         served = {id(_ticket(w.sequence)) for w in plan.works}
@@ -144,11 +136,9 @@ class _Batcher:
         self._out = None
         self._metrics.step_back()
         self._metrics.failed_steps.inc()
-        sequences = [w.sequence for w in broken.step.plan.works]
         for work in broken.step.plan.works:
             self._scheduler.distrust(work, broken.step.plan.step_id)
-        for ticket in {id(t): t for t in map(_ticket, sequences)}.values():
-            self._fail_ticket(ticket, broken.reason)
+            self._fail(work.sequence, broken.reason)
 
     def advance(self) -> Plan | None:
         """Plan and send the next step, unless one is out; the plan of what was sent."""
@@ -163,7 +153,7 @@ class _Batcher:
         return plan
 
     def tell(self, sent: Plan | None) -> None:
-        """All that the device need not wait for: figures, and the last step's tokens for fan-out."""
+        """All that the device need not wait for: figures, and what came of the last step for fan-out."""
         if sent is not None:
             self._stamp(sent)
         if self._news is not None:
@@ -171,10 +161,13 @@ class _Batcher:
             self._news = None
             self._fanout.send_nowait(Gained(gains, done.result, at))
             self._observe(done, gains)
+        for failed in self._failed:
+            self._fanout.send_nowait(failed)
+        self._failed.clear()
         self._metrics.scheduled(self._scheduler)
 
     def _sweep(self) -> None:
-        """Finish what a stop string ended, and what nobody waits for any more."""
+        """Finish what fan-out has ended, and what nobody waits for any more."""
         for sequence in self._stopped:
             self._finish(sequence)
         self._stopped.clear()
@@ -222,9 +215,10 @@ class _Batcher:
         for sequence in ticket.sequences:
             self._finish(sequence)
 
-    def _fail_ticket(self, ticket: Ticket, reason: str) -> None:
-        self._finish_all(ticket)
-        self._fanout.send_nowait(Failed(ticket, reason))
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        """Let a sequence go; whether its request fails is fan-out's to say, who knows whether its text is complete."""
+        self._finish(sequence)
+        self._failed.append(Failed(sequence, reason))
 
 
 def _ticket(sequence: Sequence) -> Ticket:

@@ -2,6 +2,7 @@
 
 Rules of this file: at most a few compilations run at a time, and a caller waits for its own only so long; one that
 outlives its limit finishes in its thread and is then forgotten or, if it was good after all, kept for the next caller.
+Who had to wait for others' is told so, not that its own grammar is at fault.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import msgspec
 import trio
 
 from .config import EngineConfig
-from .errors import Failure, InvalidRequest
-from .grammar import Constraint, ConstraintError, Tokens, Vocabulary, compile_constraint
+from .errors import EngineOverloaded, Failure, InvalidRequest
+from .grammar import Constraint, Tokens, Vocabulary, compile_constraint
+from .grammar_matcher import ConstraintError
 from .request import ResponseFormat
+
+HAD_ITS_TIME = 0.9  # of the limit, in its thread: a compilation that got so much is itself what takes long
 
 
 class Constraints:
@@ -34,19 +38,24 @@ class Constraints:
         if fmt is None or fmt == ResponseFormat(type="text"):
             return None
         key = self._encode(fmt)
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._kept.move_to_end(key)
+        if (kept := self._kept.pop(key, None)) is not None:  # threads use this dictionary too: one call at a time
+            self._kept[key] = kept
             return kept
-        with trio.move_on_after(self._config.grammar_compile_s):
+        limit, began = self._config.grammar_compile_s, list[float]()
+        with trio.move_on_after(limit):
             return await trio.to_thread.run_sync(
-                self._compile, key, fmt, abandon_on_cancel=True, limiter=self._compiling
+                self._compile, key, fmt, began, abandon_on_cancel=True, limiter=self._compiling
             )
-        message = f"the grammar took more than {self._config.grammar_compile_s:g} s to compile: simplify it"
+        if not began or trio.current_time() - began[0] < limit * HAD_ITS_TIME:
+            raise EngineOverloaded("other requests' grammars are being compiled: send this again", limit)
+        message = f"the grammar took more than {limit:g} s to compile: simplify it"
         raise InvalidRequest(Failure(("response_format",), message, "too_complex"), status=400)
 
-    def _compile(self, key: bytes, fmt: ResponseFormat) -> Constraint | None:
+    def _compile(self, key: bytes, fmt: ResponseFormat, began: list[float]) -> Constraint | None:
         """In a worker thread. A constraint enters the cache here, whole, so that two threads cannot disagree."""
+        began.append(trio.from_thread.run_sync(trio.current_time))
+        if (kept := self._kept.get(key)) is not None:  # somebody else wanted the same while this one waited
+            return kept
         if self._vocabulary is None:
             self._vocabulary = self._make_vocabulary()
         config = self._config

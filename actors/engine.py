@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -40,13 +41,12 @@ from .messages import AdmissionMail, Apply, BatchingMail, Enqueue, ExecutionMail
 from .metrics import EngineMetrics
 from .request import CompletionRequest, from_fields
 from .resolve import (
-    PromptPlan,
+    RequestPlan,
     check_request,
     effective_options,
     estimate_tokens,
     namespace_of,
-    plan_prompts,
-    predicted_ids,
+    plan_request,
     sampling_params,
     stop_strings,
     text_bytes,
@@ -55,7 +55,7 @@ from .resolve import (
 from .schedule import Scheduler, StepBudget
 from .sequence import Sequence
 from .text import Surfaces
-from .thinking import ThinkingState, find_markers, plan_thinking
+from .thinking import ThinkingState, find_markers
 from .ticket import Event, Ticket
 
 
@@ -196,9 +196,10 @@ class Engine:
         try:
             self._send(Apply(ticket))
             await answer.accepted()
-            plans = await self._plan_prompts(request)
-            constraint = await self._constraints.get(request.response_format)
-            self._fill(ticket, answer, plans, context, constraint)
+            with answer.in_time():
+                plan = await self._plan(request)
+                constraint = await self._constraints.get(request.response_format)
+            self._fill(ticket, answer, plan, context, constraint)
             self._send(Enqueue(ticket))
             yield answer
         finally:
@@ -242,43 +243,41 @@ class Engine:
         prompts = len(request.prompt) if isinstance(request.prompt, list) and request.prompt else 1
         return 4 + prompts * (request.n or 1) * (tokens + 2)
 
-    async def _plan_prompts(self, request: CompletionRequest) -> list[PromptPlan]:
-        """Short prompts are tokenized here and now, long ones beside the event loop."""
-        if text_bytes(request) <= self.config.thread_tokenize_bytes:
-            return plan_prompts(request, self.tokenizer, self.config, self._limits)
-        return await trio.to_thread.run_sync(plan_prompts, request, self.tokenizer, self.config, self._limits)
+    async def _plan(self, request: CompletionRequest) -> RequestPlan:
+        """Short texts are tokenized here and now, long ones beside the event loop."""
+        plan = partial(plan_request, request, self.tokenizer, self.config, self._limits, self._markers)
+        long = text_bytes(request) > self.config.thread_tokenize_bytes
+        return await trio.to_thread.run_sync(plan, abandon_on_cancel=True) if long else plan()
 
     def _fill(
-        self, ticket: Ticket, answer: Answer, plans: list[PromptPlan], context: Context, constraint: Constraint | None
+        self, ticket: Ticket, answer: Answer, plan: RequestPlan, context: Context, constraint: Constraint | None
     ) -> None:
         """The ticket's sequences and choices, prompt by prompt, sample by sample."""
         request = answer.request
         seed = secrets.randbits(63) if request.seed is None else request.seed
         answer.seed = seed
         answer.sampling_options = effective_options(request, self._limits)
-        answer.prompts = tuple(plan.info for plan in plans)
+        answer.prompts = tuple(prompt.info for prompt in plan.prompts)
         if constraint is not None:
             answer.grammar, answer.warnings = constraint.source, constraint.warnings
-        prediction = predicted_ids(request, self.tokenizer, self._limits)
-        ticket.prediction_tokens = len(prediction)
-        thinking = plan_thinking(request, self._markers, self.tokenizer)
-        drafter = Prediction(prediction) if prediction else PromptLookup(()) if self.config.prompt_lookup else None
+        ticket.prediction_tokens = len(plan.prediction)
+        params = sampling_params(request, answer.sampling_options, seed % 2**64, wants_of(request, plan.prompts[0]))
+        predicted = Prediction(plan.prediction) if plan.prediction else None
         keep = request.prompt_cache_key is not None or context.session is not None
-        for plan in plans:
-            wants = wants_of(request, plan)
-            params = sampling_params(request, answer.sampling_options, seed % 2**64, wants)
-            prompt = plan.info.token_ids
+        for one in plan.prompts:
+            wants, prompt = wants_of(request, one), one.info.token_ids
+            thinking = ThinkingState(plan.thinking, prompt) if plan.thinking is not None else None
+            drafter = PromptLookup(prompt) if predicted is None and self.config.prompt_lookup else predicted
             for sample in range(answer.n):
                 sequence = Sequence(
                     prompt, msgspec.structs.replace(params, choice=sample) if sample else params,
-                    max_tokens=plan.max_tokens,
-                    min_tokens=min(request.min_tokens or 0, plan.max_tokens),
+                    max_tokens=one.max_tokens, min_tokens=min(request.min_tokens or 0, one.max_tokens),
                     eos_ids=frozenset() if request.ignore_eos else frozenset(self.tokenizer.eos_ids),
                     score_from=len(prompt) - wants.echo if wants.rows and wants.echo else None,
                     namespace=namespace_of(request, context), cache_limit=request.prompt_cache_max_len, keep=keep,
                     matcher=constraint.matcher() if constraint is not None else None,
                     drafter=drafter.fresh() if drafter is not None else None,
-                    thinking=ThinkingState(thinking, prompt) if thinking is not None else None,
+                    thinking=thinking.fresh() if thinking is not None else None,
                 )  # fmt: skip
                 choice = Choice(ticket, len(ticket.choices), sequence, self.surfaces, stop_strings(request), wants)
                 sequence.owner = choice

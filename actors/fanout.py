@@ -15,6 +15,7 @@ from .errors import StepFailed
 from .events import Delta, Speculation
 from .messages import BatchingMail, Failed, FanoutMail, Gained, Stopped
 from .metrics import EngineMetrics
+from .sequence import Sequence
 from .ticket import Ended, Event, Ticket
 
 
@@ -29,11 +30,8 @@ async def fanout(
             match message:
                 case Gained():
                     _deliver(message, batching, metrics)
-                case Failed(ticket=ticket, reason=reason):
-                    if not ticket.ended:  # a stop string may have ended it while the step that failed was out
-                        _send(ticket, StepFailed(f"the request failed while it was computed: {reason}"))
-                        _end(ticket)
-                        metrics.requests.labels("failed").inc()
+                case Failed(sequence=sequence, reason=reason):
+                    _fail(sequence, reason, batching, metrics)
                 case _:
                     assert_never(message)
 
@@ -63,6 +61,23 @@ def _deliver(message: Gained, batching: trio.MemorySendChannel[BatchingMail], me
             _send(ticket, Ended(ticket.usage(), ticket.timings(), _speculation(ticket), ticket.concurrent))
             _end(ticket)
             metrics.answered(ticket)
+
+
+def _fail(
+    sequence: Sequence, reason: str, batching: trio.MemorySendChannel[BatchingMail], metrics: EngineMetrics
+) -> None:
+    """End the request with an error, unless a stop string had ended this choice before the step that failed."""
+    choice = sequence.owner
+    assert isinstance(choice, Choice)
+    ticket = choice.ticket
+    if ticket.ended or choice.finish_reason is not None:
+        return
+    _send(ticket, StepFailed(f"the request failed while it was computed: {reason}"))
+    _end(ticket)
+    metrics.requests.labels("failed").inc()
+    for other in ticket.choices:
+        if other.finish_reason is None and other is not choice:
+            batching.send_nowait(Stopped(other.sequence))
 
 
 def _stamp(ticket: Ticket, delta: Delta, at: float, metrics: EngineMetrics) -> None:

@@ -12,12 +12,12 @@ whole, so that no model can go on writing white space for ever.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..kernels.step import U32
 from .grammar_gbnf import GbnfError
 from .grammar_lark import gbnf_to_lark
+from .grammar_matcher import ConstraintError, Matcher, reason
 from .grammar_schema import Loc, SchemaError, from_text, normalise
 from .grammar_stack import with_deep_stack
 from .request import ResponseFormat
@@ -30,15 +30,6 @@ WHITE_SPACE = r"\x20|\x0A\x20{0,16}"
 _FIELDS: dict[str, tuple[str, ...]] = {
     "text": (), "json_object": ("schema",), "json_schema": ("json_schema", "schema"), "grammar": ("grammar",),
 }  # fmt: skip
-
-
-class ConstraintError(Exception):
-    """The response format cannot be served: why, and the path of the field (``("response_format", "grammar")``)."""
-
-    def __init__(self, message: str, loc: Loc) -> None:
-        super().__init__(message)
-        self.message = message
-        self.loc = loc
 
 
 class Tokens(Protocol):
@@ -97,87 +88,7 @@ class Constraint:
 
     def matcher(self) -> Matcher:
         """A fresh matcher at the beginning of an answer."""
-        return Matcher(self._start.deep_copy(), self._vocabulary)
-
-
-class Matcher:
-    """Where one choice stands in its grammar."""
-
-    __slots__ = ("_eos_ids", "_matcher", "_words")
-
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._matcher = matcher
-        self._eos_ids = vocabulary.eos_ids
-        self._words = vocabulary.words
-
-    @property
-    def finished(self) -> bool:
-        """The answer is complete and nothing but an end token may follow (or one has been consumed)."""
-        return self._matcher.is_stopped()
-
-    @property
-    def accepting(self) -> bool:
-        """The answer so far is a complete one."""
-        return self._matcher.is_accepting()
-
-    def fill(self, row: U32, *, end: bool = True) -> None:
-        """Write the mask of the next token into ``row`` (uint32 [ceil(V / 32)], contiguous). With ``end`` false (end
-        tokens ignored, or a minimum length not reached) they are let through only where nothing else may follow.
-
-        Raises ConstraintError when the grammar turns out too complex at this place.
-        """
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._matcher.is_error():
-            raise _too_complex(self._matcher)
-        if not end and not self._matcher.is_stopped():
-            kept = row.copy()
-            for token_id in self._eos_ids:
-                row[token_id >> 5] &= ~(1 << (token_id & 31)) & 0xFFFFFFFF
-            if not row.any():
-                row[:] = kept
-
-    def consume(self, token_id: int) -> bool:
-        """Move on by a token; False, and no move, when it is not allowed here."""
-        return self._matcher.try_consume_tokens([token_id]) == 1
-
-    def fill_ahead(self, rows: U32, drafts: Sequence[int], *, end: bool = True) -> int:
-        """Masks for the next token and for the one after each draft: rows [len(drafts) + 1, ceil(V / 32)], as far as
-        the drafts fit. Returns how many do (k; rows 0..k are written); the matcher does not move."""
-        fits = 0
-        try:
-            self.fill(rows[0], end=end)
-            for draft in drafts:
-                if draft in self._eos_ids or not self.consume(draft):
-                    break
-                fits += 1
-                self.fill(rows[fits], end=end)
-        finally:
-            self._back(fits)
-        return fits
-
-    def accepts(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts fit, one after the other, from here; the matcher does not move. End tokens fit not:
-        nothing can be drafted after them."""
-        fits = 0
-        for draft in drafts:
-            if draft in self._eos_ids or not self.consume(draft):
-                break
-            fits += 1
-        self._back(fits)
-        return fits
-
-    def forced_tokens(self) -> list[int]:
-        """Tokens that the grammar leaves no choice about, spelled as the tokenizer would spell them: drafts, since
-        another spelling of the same text is allowed too. Empty when there is a choice, or when finished."""
-        if self._matcher.is_stopped():
-            return []
-        forced = self._matcher.compute_ff_tokens()
-        ends = (i for i, token_id in enumerate(forced) if token_id in self._eos_ids)
-        return forced[: next(ends, len(forced))]
-
-    def _back(self, count: int) -> None:
-        if count and not self._matcher.rollback(count):
-            raise _too_complex(self._matcher)
+        return Matcher(self._start, self._vocabulary.eos_ids)
 
 
 def compile_constraint(
@@ -242,7 +153,7 @@ def _compile(grammar: str, vocabulary: Vocabulary, source: str, warnings: list[s
     if not start.is_error():
         start.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)  # also warms what all its copies begin with
     if start.is_error():
-        raise ConstraintError(_reason(start), loc)
+        raise ConstraintError(reason(start), loc)
     if not row.any():
         raise ConstraintError("nothing that this model can write satisfies it", loc)
     return Constraint(start, vocabulary, source, (*warnings, *start.get_grammar_warnings()))
@@ -284,15 +195,3 @@ def _text(schema: dict[str, Any], loc: Loc) -> str:
         reason = "it holds a lone surrogate" if isinstance(error, UnicodeEncodeError) else str(error)
         raise ConstraintError(f"the schema cannot be written as JSON: {reason}", loc) from None
     return text
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """The library's message, without its dump of the parser's state."""
-    message = matcher.get_error().split("<state>")[0].split("<backtrace>")[0].strip()
-    if "oneOf" in message:
-        return "oneOf whose branches can hold at the same time is not supported; anyOf is"
-    return message[:300] or "it is too complex"
-
-
-def _too_complex(matcher: LLMatcher) -> ConstraintError:
-    return ConstraintError(f"the constraint became too complex: {_reason(matcher)}", ("response_format",))

@@ -64,7 +64,7 @@ class StepBroken(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """A stop string completed in this sequence's text."""
+    """Nothing more is wanted of this sequence: a stop string completed in its text, or its request failed."""
 
     sequence: Sequence
 
@@ -92,9 +92,10 @@ class Gained(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A request ends with an error."""
+    """Nothing more can be computed for this sequence: its request ends with an error, unless the text that it has is
+    complete."""
 
-    ticket: Ticket
+    sequence: Sequence
     reason: str
 
 

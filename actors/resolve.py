@@ -17,6 +17,7 @@ from .config import EngineConfig
 from .errors import Failure, InvalidRequest
 from .events import Context, PromptInfo
 from .request import CompletionRequest, PredictedOutput
+from .thinking import Markers, ThinkingPlan, plan_thinking
 from .tokens import Tokenizer
 
 SEED_BITS = 64
@@ -38,6 +39,23 @@ class PromptPlan(msgspec.Struct, frozen=True):
     info: PromptInfo
     text: str | None
     max_tokens: int
+
+
+class RequestPlan(msgspec.Struct, frozen=True):
+    """All of a request that comes out of a tokenizer."""
+
+    prompts: list[PromptPlan]
+    prediction: list[int]
+    thinking: ThinkingPlan | None
+
+
+def plan_request(
+    request: CompletionRequest, tokenizer: Tokenizer, config: EngineConfig, limits: Limits, markers: Markers | None
+) -> RequestPlan:
+    """What tokenizing says. Raises InvalidRequest (400; 422 for thinking options that are never right)."""
+    prompts = plan_prompts(request, tokenizer, config, limits)
+    prediction = predicted_ids(request, tokenizer, limits)
+    return RequestPlan(prompts, prediction, plan_thinking(request, markers, tokenizer))
 
 
 def check_request(request: CompletionRequest, config: EngineConfig, limits: Limits) -> None:
@@ -133,8 +151,11 @@ def list_prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 
 def text_bytes(request: CompletionRequest) -> int:
-    """How much text there is to tokenize, in characters."""
-    return sum(len(p) for p in list_prompts(request) if isinstance(p, str))
+    """How much text there is to tokenize, in characters: a prediction can be as long as a prompt."""
+    _, prediction = _prediction(request)
+    bridge = request.thinking.budget_end_str if request.thinking is not None else None
+    texts = (*list_prompts(request), prediction, bridge)
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def estimate_tokens(request: CompletionRequest) -> int:
@@ -194,9 +215,7 @@ def _fit(
 
 def predicted_ids(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits) -> list[int]:
     """The predicted output as token ids, BOS not among them; empty when there is none. Raises InvalidRequest (400)."""
-    field, given = "speculation", request.speculation
-    if given is None and request.prediction is not None:
-        field, given = "prediction", _prediction_text(request.prediction)
+    field, given = _prediction(request)
     if given is None:
         return []
     if isinstance(given, str):
@@ -209,6 +228,13 @@ def predicted_ids(request: CompletionRequest, tokenizer: Tokenizer, limits: Limi
         message = f"Token id {given[wrong]} is outside the model's vocabulary of {limits.vocabulary_size}"
         raise InvalidRequest(Failure((field, wrong), message, "token_id", str(given[wrong])), status=400)
     return given
+
+
+def _prediction(request: CompletionRequest) -> tuple[str, str | list[int] | None]:
+    """The field that predicts, and what it predicts. Raises InvalidRequest (400)."""
+    if request.speculation is None and request.prediction is not None:
+        return "prediction", _prediction_text(request.prediction)
+    return "speculation", request.speculation
 
 
 def _prediction_text(prediction: PredictedOutput | str) -> str:
@@ -250,7 +276,7 @@ def effective_options(request: CompletionRequest, limits: Limits) -> dict[str, f
 def sampling_params(
     request: CompletionRequest, options: Mapping[str, float | int], seed: int, wants: Wants
 ) -> SamplingParams:
-    """The sampler's parameters of the first sample; the others differ in ``choice`` alone."""
+    """The sampler's parameters of the first sample of every prompt; the others differ in ``choice`` alone."""
     bias = tuple(sorted((int(k), float(v)) for k, v in (request.logit_bias or {}).items() if v))
     return msgspec.convert(
         {

@@ -138,16 +138,15 @@ class Scheduler:
     def _decode(self, plan: Plan, sequence: Sequence) -> None:
         drafts = self._drafts(sequence)
         if not self._cover(plan, sequence, len(sequence.tokens) + len(drafts)):
-            drafts = []
-            if not self._cover(plan, sequence, len(sequence.tokens)):
-                self._preempt(plan, sequence)
-                return
+            self._preempt(plan, sequence)
+            return
         self._advance(plan, sequence, 1, drafts)
 
     def _drafts(self, sequence: Sequence) -> list[int]:
         if sequence.drafter is None and sequence.matcher is None:
             return []
-        most = min(self.drafts_max, sequence.room - 1)
+        places = (len(sequence.blocks) + self.pool.available) * BLOCK_TOKENS  # a guess takes nobody's place
+        most = min(self.drafts_max, sequence.room - 1, places - len(sequence.tokens))
         if sequence.thinking is not None:
             most = min(most, sequence.thinking.draft_limit)
         if most <= 0:

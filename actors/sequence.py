@@ -18,7 +18,7 @@ from .blocks import Block, Namespace, Score
 
 if TYPE_CHECKING:
     from .drafts import Drafter
-    from .grammar import Matcher
+    from .grammar_matcher import Matcher
     from .thinking import ThinkingState
 
 

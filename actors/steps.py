@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..kernels.step import I32, SAMPLE, SCORE, U32, SlotOpen, StepBatch, StepResult
-from .grammar import ConstraintError, Matcher
+from .grammar_matcher import ConstraintError, Matcher
 from .schedule import Plan, Scheduler, Work
 from .sequence import Sequence
 
@@ -42,7 +42,8 @@ class Step:
 
 @dataclass(slots=True)
 class Gain:
-    """What one sequence got out of a step: tokens (from logits row ``first_row`` on, one a row), or an error bit."""
+    """What one sequence got out of a step: tokens (from logits row ``first_row`` on, one a row), and an error bit if
+    what comes after them could not be computed. What an answer does not need any more cannot be in error."""
 
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
@@ -162,23 +163,24 @@ def harvest(step: Step, result: StepResult, scheduler: Scheduler) -> list[Gain]:
     gains = {id(w.sequence): Gain(w.sequence) for w in step.plan.works}
     for work, kind, (start, stop), mu in zip(step.runs, kinds, pairwise(starts), mus, strict=True):
         gain = gains[id(work.sequence)]
-        gain.error |= max(errors[start:stop])
         if gain.error:
             continue
-        if kind == SCORE:
-            _take_scores(work, range(start, stop), result, batch)
-        else:
+        if kind == SAMPLE:
             gain.first_row = start
             _take_tokens(gain, work, tokens[start:stop])
             work.sequence.mu = mu
+        if not gain.finish:
+            gain.error = max(errors[start:stop])
+        if kind == SCORE and not gain.error:
+            _take_scores(work, range(start, stop), result, batch)
     for work in step.plan.works:
-        sequence = work.sequence
-        if work.start < sequence.n_prompt:
+        sequence, gain = work.sequence, gains[id(work.sequence)]
+        if work.start < sequence.n_prompt and not gain.error:
             stop = work.start + work.count
             if sequence.score_from is not None:
                 scheduler.prefix.store_scores(sequence, work.start, stop)
             if sequence.max_tokens == 0 and stop >= sequence.n_prompt:
-                gains[id(sequence)].finish = "length"
+                gain.finish = "length"
     return list(gains.values())
 
 
@@ -196,7 +198,7 @@ def _take_tokens(gain: Gain, work: Work, drawn: list[int]) -> None:
             break
         gain.tokens.append(token)
         constrained = sequence.constrained
-        if sequence.thinking is not None:
+        if sequence.thinking is not None and not constrained:  # what a grammar spells opens no block
             sequence.thinking.push(token)
         gain.finish = sequence.take(token)
         if constrained and sequence.matcher is not None:
@@ -231,13 +233,13 @@ def fill_masks(step: Step, vocabulary_size: int) -> U32 | None:
             for token in sequence.eos_ids:
                 rows[:early, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
         else:
-            _fill_matched(sequence.matcher, rows, job.drafts, end=bool(sequence.eos_ids) and early <= 0)
+            _fill_matched(sequence.matcher, rows, job.drafts, max(early, 0) if sequence.eos_ids else None)
     return masks
 
 
-def _fill_matched(matcher: Matcher, rows: U32, drafts: list[int], *, end: bool) -> None:
+def _fill_matched(matcher: Matcher, rows: U32, drafts: list[int], end_from: int | None) -> None:
     """A grammar that became too complex leaves nothing allowed: its own row fails, the step's others do not."""
     try:
-        matcher.fill_ahead(rows, drafts, end=end)
+        matcher.fill_ahead(rows, drafts, end_from=end_from)
     except ConstraintError:
         rows[:] = 0

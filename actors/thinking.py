@@ -3,12 +3,14 @@
 There is no chat template on this API: a prompt opens a thinking block itself, or the model does, between the markers
 of its tokenizer (or configured ones). Rules of this file: pure; a budget counts generated tokens inside blocks, markers
 not among them, over the whole answer; when it is spent, the bridge text and the end marker are forced, token by token.
+A grammar waits for the end of a block that the prompt has opened, whether there is a budget or not.
 What a model without markers cannot do is refused; what asks for nothing is accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 import msgspec
@@ -17,6 +19,7 @@ from .errors import Failure, InvalidRequest
 from .request import CompletionRequest, Effort
 
 BRIDGE = "\n\nThat is enough thinking; the answer follows.\n"
+NO_LIMIT = 2**31  # more than any answer has tokens
 LEVELS = ("low", "medium", "high", "xhigh", "max")  # think as the model does by itself: no hard limit
 
 
@@ -46,7 +49,10 @@ def find_markers(tokenizer: Tokens, start: str | None, end: str | None) -> Marke
     if (start is None) != (end is None):
         raise ValueError("configure both think markers, or neither")
     if start is not None and end is not None:
-        return Markers(tuple(tokenizer.encode(start, bos=False)), tuple(tokenizer.encode(end, bos=False)))
+        markers = Markers(tuple(tokenizer.encode(start, bos=False)), tuple(tokenizer.encode(end, bos=False)))
+        if not markers.start or not markers.end:
+            raise ValueError("a think marker is empty")
+        return markers
     own = (tokenizer.id_of("<think>"), tokenizer.id_of("</think>"))
     return None if own[0] is None or own[1] is None else Markers((own[0],), (own[1],))
 
@@ -73,12 +79,13 @@ def plan_thinking(request: CompletionRequest, markers: Markers | None, tokenizer
         message = "Has no effect without budget_tokens"
         raise InvalidRequest(Failure(("thinking", "budget_end_str"), message, "value_error"), status=422)
     _check_model(request, effort, limits, markers, field)
-    if markers is None or (effort != "none" and not limits):
+    bound = request.response_format is not None and request.response_format.type != "text"
+    if markers is None or (effort != "none" and not limits and not bound):
         return None
     if effort == "none":
         return ThinkingPlan(markers, 0, markers.end)
     text = BRIDGE if bridge is None else bridge
-    return ThinkingPlan(markers, min(limits), (*tokenizer.encode(text, bos=False), *markers.end))
+    return ThinkingPlan(markers, min(limits, default=NO_LIMIT), (*tokenizer.encode(text, bos=False), *markers.end))
 
 
 def _normal(effort: Effort | None, field: tuple[str, ...]) -> str | int | None:
@@ -121,13 +128,18 @@ class ThinkingState:
 
     def __init__(self, plan: ThinkingPlan, prompt: Sequence[int]) -> None:
         self._plan = plan
-        self._tail: list[int] = []  # the last few tokens, enough to recognise a marker
+        self._longest = max(len(plan.markers.start), len(plan.markers.end))
+        self._tail = list(prompt[-self._longest :])  # the last few tokens, enough to recognise a marker
         self._spent = 0
         self._closing: list[int] = []  # what is still to be forced, last token first
-        self.inside = False
-        for token in prompt:
-            self._mark(token)
+        self.inside = _end_of(plan.markers.start, prompt) > _end_of(plan.markers.end, prompt)
         self._force_if_spent()
+
+    def fresh(self) -> ThinkingState:
+        """The same at the beginning of another answer to the same prompt."""
+        other = copy(self)
+        other._tail, other._closing = list(self._tail), list(self._closing)
+        return other
 
     @property
     def forced(self) -> int | None:
@@ -145,8 +157,7 @@ class ThinkingState:
         if self._closing:
             self._closing.pop()
             self._mark(token)
-            if not self._closing:
-                self.inside = False
+            self.inside = bool(self._closing)  # whatever markers the bridge spells
             return
         was_inside = self.inside
         self._mark(token)
@@ -161,7 +172,7 @@ class ThinkingState:
     def _mark(self, token: int) -> None:
         markers = self._plan.markers
         self._tail.append(token)
-        del self._tail[: -max(len(markers.start), len(markers.end))]
+        del self._tail[: -self._longest]
         if self._ends_with(markers.end):
             self.inside = False
         elif self._ends_with(markers.start):
@@ -169,3 +180,11 @@ class ThinkingState:
 
     def _ends_with(self, marker: tuple[int, ...]) -> bool:
         return tuple(self._tail[-len(marker) :]) == marker
+
+
+def _end_of(marker: tuple[int, ...], tokens: Sequence[int]) -> int:
+    """Where the last occurrence of the marker ends; -1 without one."""
+    for at in range(len(tokens) - len(marker), -1, -1):
+        if tokens[at] == marker[0] and tuple(tokens[at : at + len(marker)]) == marker:
+            return at + len(marker)
+    return -1

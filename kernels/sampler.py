@@ -8,7 +8,7 @@ Nothing is kept between steps except the slots.
 from __future__ import annotations
 
 import ctypes
-import warnings
+import logging
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from .sampler_layout import (
 from .sampler_reference import ReferenceSampler
 from .step import F32, I32, SAMPLE, U32, SlotOpen, StepBatch, StepResult
 
+_log = logging.getLogger(__name__)
 __all__ = ["Sampler", "new_result"]
 
 SOURCES = ("sampler.cpp",)
@@ -56,7 +57,7 @@ class Sampler:
             self._call = load_library("sampler", SOURCES, level=level).offbook_sample
             self._call.restype = None
         except NoCompilerError as error:
-            warnings.warn(f"the sampler runs in NumPy, slowly: {error}", RuntimeWarning, stacklevel=2)
+            _log.warning("the sampler's library cannot be built, so NumPy samples, which is slower: %s", error)
             self._reference = ReferenceSampler(vocabulary_size, slots)
 
     def open_slot(self, opening: SlotOpen) -> None:

@@ -88,6 +88,28 @@ async def test_an_error_ends_it(autojump_clock: trio.testing.MockClock) -> None:
         await anext(answer)
 
 
+@pytest.mark.parametrize("buffering", [Buffering(), Buffering(tokens=9)])
+async def test_what_came_before_an_error_is_told_first(
+    autojump_clock: trio.testing.MockClock, buffering: Buffering
+) -> None:
+    send, answer = opened(buffering=buffering)
+    send.send_nowait((delta(0, 1), delta(1, 7)))
+    send.send_nowait((delta(0, 2),))
+    send.send_nowait(StepFailed("broken"))
+    assert await anext(answer) == delta(0, 1, 2)
+    assert await answer.next_all() == [delta(1, 7)]
+    with pytest.raises(StepFailed, match="broken"):
+        await anext(answer)
+
+
+async def test_a_whole_answer_is_not_too_late_for_a_slow_reader(autojump_clock: trio.testing.MockClock) -> None:
+    send, answer = opened(deadline=trio.current_time() + 2)
+    send.send_nowait((delta(0, 1, finish="stop"),))
+    send.send_nowait(END)
+    await trio.sleep(5)
+    assert await answer.choices() == [delta(0, 1, finish="stop")]
+
+
 async def test_an_engine_that_is_gone_is_an_error(autojump_clock: trio.testing.MockClock) -> None:
     send, answer = opened()
     send.close()
@@ -110,6 +132,7 @@ async def test_a_deadline_inside_a_buffering_time(autojump_clock: trio.testing.M
     """Time that would let held deltas go does not outlast the deadline."""
     send, answer = opened(deadline=trio.current_time() + 2, buffering=Buffering(ms=5000))
     send.send_nowait((delta(0, 1),))
+    assert await anext(answer) == delta(0, 1)
     with pytest.raises(DeadlineExceeded):
         await anext(answer)
     assert trio.current_time() == pytest.approx(2)

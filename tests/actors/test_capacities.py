@@ -7,6 +7,7 @@ be while everybody talks at once.
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from functools import partial
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
-from sim_device import SimDevice, loaded_with
+from sim_device import LetterTokenizer, SimDevice, loaded_with
 from sim_executor import SimExecutor
 
 from offbook.actors.config import AT_LEAST_ONE, EngineConfig
@@ -135,3 +136,40 @@ async def test_many_leave_at_once(autojump_clock: trio.testing.MockClock) -> Non
 def test_a_limit_under_one_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: 0 is less than 1"):
         msgspec.structs.replace(EngineConfig(), **{name: 0})
+
+
+async def test_what_all_prompts_share_is_made_once(autojump_clock: trio.testing.MockClock) -> None:
+    """A bias for each of 50 000 tokens takes 40 ms to convert: not once for each of hundreds of prompts."""
+    executor = SimExecutor()
+    async with open_engine(loaded=loaded_with(executor, executor.device)) as engine:
+        async with engine.complete(prompt=["a", "b", "c"], n=2, logit_bias={"5": 1}, reasoning_effort=3):
+            (ticket,) = engine._tickets.values()
+            assert len({id(sequence.params) for sequence in ticket.sequences[::2]}) == 1
+            thinking = [sequence.thinking for sequence in ticket.sequences]
+            assert len(set(map(id, thinking))) == len(thinking)
+
+
+@pytest.mark.parametrize(
+    "long",
+    [{"prompt": "a" * 40}, {"prediction": "a" * 40}, {"thinking": {"effort": 2, "budget_end_str": "a" * 40}}],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_long_texts_are_tokenized_beside_the_loop(long: dict[str, object]) -> None:
+    """A megabyte takes a second, wherever in the request it stands."""
+    places: dict[int, threading.Thread] = {}
+
+    class Watched(LetterTokenizer):
+        def encode(self, text: str, *, bos: bool = True) -> list[int]:
+            places[len(text)] = threading.current_thread()
+            return super().encode(text, bos=bos)
+
+    executor = SimExecutor()
+    config = EngineConfig(thread_tokenize_bytes=20)
+    async with open_engine(config, loaded=loaded_with(executor, executor.device)) as engine:
+        vars(engine)["tokenizer"] = Watched()
+        for fields in ({"prompt": "a" * 10}, long):
+            body = {"model": "simulated", "prompt": [1], "max_tokens": 1, **fields}
+            async with engine.complete(from_fields(body)) as answer:
+                await answer.choices()
+    assert places[10] is threading.main_thread()
+    assert places[40] is not threading.main_thread()

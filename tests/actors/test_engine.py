@@ -110,11 +110,11 @@ async def test_echo_scores_every_prompt_token(autojump_clock: trio.testing.MockC
 
 async def test_a_stop_string_ends_one_choice(autojump_clock: trio.testing.MockClock) -> None:
     async with engine_on() as engine:
-        (whole,) = await ask(engine, prompt="stop", temperature=0, max_tokens=30, ignore_eos=True)
+        (whole,) = await ask(engine, prompt="a stop", temperature=0, max_tokens=30, ignore_eos=True)
         text = whole.text
         stop = text[7:9]
         at = text.index(stop)
-        async with engine.complete(prompt="stop", temperature=0, max_tokens=30, ignore_eos=True, stop=stop) as answer:
+        async with engine.complete(prompt="a stop", temperature=0, max_tokens=30, ignore_eos=True, stop=stop) as answer:
             (cut,) = await answer.choices()
     assert (cut.text, cut.finish_reason) == (text[:at], "stop")
     assert answer.usage.completion_tokens == len(cut.token_ids) < 30
@@ -273,9 +273,9 @@ async def test_a_result_of_the_wrong_shape_ends_the_engine(autojump_clock: trio.
         ({"logprobs": 6}, 422, "logprobs must be between 0 and 5: 6"),
         ({"logprobs": True, "top_logprobs": 20}, 422, "top_logprobs must be between 0 and 5: 20"),
         ({"logit_bias": {"x": 1}}, 422, "logit_bias.x"),
-        ({"logit_bias": {"64": 1}}, 400, "vocabulary of 64"),
+        ({"logit_bias": {"71": 1}}, 400, "vocabulary of 71"),
         ({"seed": 2**70}, 422, "seed"),
-        ({"prompt": [1, 64]}, 400, "prompt[1]"),
+        ({"prompt": [1, 71]}, 400, "prompt[1]"),
         ({"prompt": [[1], [99]]}, 400, "prompt[1][0]"),
         ({"prompt": ["a", ""]}, 400, "prompt[1]"),
         ({"prompt": [1] * 1024}, 400, "The prompt is too long: 1024, model maximum context length: 1024"),
@@ -329,7 +329,7 @@ async def test_a_prediction_never_shows_in_the_answer(
     plain, drafted = SimExecutor(), SimExecutor()
     async with engine_on(plain) as engine:
         choices = await ask(engine, **body)
-    guess = [t if i not in wrong else (t + 1) % 64 for i, t in enumerate(choices[0].token_ids)]
+    guess = [t if i not in wrong else (t + 1) % 71 for i, t in enumerate(choices[0].token_ids)]
     async with engine_on(drafted) as engine:
         async with engine.complete(from_fields({"model": "simulated", **body, "speculation": guess})) as answer:
             assert await answer.choices() == choices

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbook.actors.grammar import Constraint, ConstraintError, Matcher, Vocabulary, compile_constraint
+from offbook.actors.grammar import Constraint, Vocabulary, compile_constraint
+from offbook.actors.grammar_matcher import ConstraintError, Matcher
 from offbook.actors.request import ResponseFormat
 
 PIECES = ['{"', '":', '", "', "null", "true", "false", "[]", "{}", "12", "ab", '":"', "  ", "é", "日本"]
@@ -210,6 +211,62 @@ def test_masks_ahead_are_the_masks_of_each_step_and_move_nothing() -> None:
         assert row.tobytes() == rows[i].tobytes()
         if i < 3:
             assert matcher.consume(drafts[i])
+
+
+def test_the_answer_may_end_from_a_row_on() -> None:
+    """Below a minimum length only where nothing else may follow, and at the minimum also among the rows of drafts."""
+    matcher = compiled({"type": "grammar", "grammar": 'root ::= "a"{1,5}'}).matcher()
+    rows = np.zeros((6, VOCABULARY.words), np.uint32)
+    for end_from, rows_that_end in ((0, [1, 2, 3, 4, 5]), (3, [3, 4, 5]), (9, [5]), (None, [5])):
+        matcher.fill_ahead(rows, [ord("a")] * 5, end_from=end_from)
+        assert [i for i in range(6) if rows[i, EOS >> 5] >> np.uint32(EOS & 31) & np.uint32(1)] == rows_that_end
+
+
+def too_complex_soon() -> tuple[Constraint, int]:
+    """A grammar of which the library has enough after so many tokens."""
+    from llguidance import LLParserLimits
+
+    vocabulary = Vocabulary(ByteTokens(), (EOS,), ROWS)
+    vocabulary.limits = LLParserLimits(max_items_in_row=100)
+    made = compile_constraint(ResponseFormat(type="grammar", grammar='root ::= s\ns ::= s s | "a" | s s s'), vocabulary)
+    assert made is not None
+    matcher, taken = made.matcher(), 0
+    while matcher.consume(ord("a")):
+        taken += 1
+    return made, taken
+
+
+def test_what_becomes_too_complex_is_not_complete() -> None:
+    constraint, _ = too_complex_soon()
+    matcher = constraint.matcher()
+    while matcher.consume(ord("a")):
+        assert not matcher.finished
+    assert not matcher.finished
+    with pytest.raises(ConstraintError, match="too complex"):
+        matcher.fill(np.zeros(VOCABULARY.words, np.uint32))
+
+
+@pytest.mark.parametrize("how", ["accepts", "fill_ahead"])
+def test_looking_ahead_at_what_is_too_complex_changes_nothing(how: str) -> None:
+    """Drafts are guesses: what only they would meet is not to fail a request, let alone the engine."""
+    constraint, most = too_complex_soon()
+    matcher, drafts = constraint.matcher(), [ord("a")] * 8
+    rows = np.zeros((9, VOCABULARY.words), np.uint32)
+    for _ in range(most - 3):
+        assert matcher.consume(ord("a"))
+    if how == "accepts":
+        assert matcher.accepts(drafts) == 3
+    else:
+        assert matcher.fill_ahead(rows, drafts) == 3
+        assert all(rows[i].any() for i in range(3))
+        assert not rows[4:].any()
+    assert matcher.accepts(drafts) == 0  # it does not look again
+    assert matcher.forced_tokens() == []
+    row = np.zeros(VOCABULARY.words, np.uint32)
+    for _ in range(3):
+        matcher.fill(row)
+        assert matcher.consume(ord("a"))
+    assert not matcher.consume(ord("a"))
 
 
 def test_forced_tokens_are_what_the_grammar_leaves() -> None:

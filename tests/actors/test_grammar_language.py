@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from byte_tokens import accepts, allowed, byte_vocabulary, grammar
 
-from offbook.actors.grammar import ConstraintError
 from offbook.actors.grammar_lark import gbnf_to_lark
+from offbook.actors.grammar_matcher import ConstraintError
 
 VOCABULARY = byte_vocabulary()
 ALPHABET = "abéè"  # é and è begin with the same byte
@@ -235,7 +235,7 @@ def test_hostile_grammars_are_bounded(name: str) -> None:
         sys.path[:0] = {sys.path!r}
         import numpy as np
         from byte_tokens import byte_vocabulary, grammar
-        from offbook.actors.grammar import ConstraintError
+        from offbook.actors.grammar_matcher import ConstraintError
         vocabulary = byte_vocabulary()
         def main():
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -16,7 +16,8 @@ import jsonschema
 import pytest
 from byte_tokens import TABLE, accepts, allowed, byte_vocabulary, schema
 
-from offbook.actors.grammar import ConstraintError, compile_constraint
+from offbook.actors.grammar import compile_constraint
+from offbook.actors.grammar_matcher import ConstraintError
 from offbook.actors.grammar_schema import normalise
 from offbook.actors.request import ResponseFormat
 
@@ -359,7 +360,8 @@ def test_b180_b181_hostile_schemas_are_bounded(name: str) -> None:
         sys.path[:0] = {sys.path!r}
         import numpy as np
         from byte_tokens import byte_vocabulary
-        from offbook.actors.grammar import ConstraintError, compile_constraint
+        from offbook.actors.grammar import compile_constraint
+        from offbook.actors.grammar_matcher import ConstraintError
         from offbook.actors.request import ResponseFormat
         vocabulary = byte_vocabulary()
         def main():

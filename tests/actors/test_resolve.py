@@ -92,7 +92,7 @@ def test_max_completion_tokens_is_the_same_thing() -> None:
 
 
 def test_every_bad_prompt_is_reported() -> None:
-    error = refused(prompt=[[1], [64], [2, 99], [1] * 101])
+    error = refused(prompt=[[1], [71], [2, 99], [1] * 101])
     assert [f.loc for f in error.failures] == [("prompt", 1, 0), ("prompt", 2, 1), ("prompt", 3)]
     assert error.status == 400
 
@@ -108,7 +108,7 @@ def test_every_bad_prompt_is_reported() -> None:
         ({"logit_bias": {"01": 1}}, ("logit_bias", "01")),
         ({"logit_bias": {"-1": 1}}, ("logit_bias", "-1")),
         ({"logit_bias": {"\u0661": 1}}, ("logit_bias", "\u0661")),
-        ({"logit_bias": {"64": 1}}, ("logit_bias", "64")),
+        ({"logit_bias": {"71": 1}}, ("logit_bias", "71")),
         ({"seed": 2**64}, ("seed",)),
         ({"seed": -(2**63) - 1}, ("seed",)),
         ({"min_tokens": 3, "max_tokens": 2}, ("min_tokens",)),
@@ -116,7 +116,7 @@ def test_every_bad_prompt_is_reported() -> None:
         ({"include_routing_matrix": True}, ("include_routing_matrix",)),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}},
          ("stream_options", "continuous_usage_stats")),
-        ({"speculation": [1, 64]}, None),
+        ({"speculation": [1, 71]}, None),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(fields: dict[str, object], loc: tuple[str, ...] | None) -> None:
@@ -187,6 +187,9 @@ def test_sizes_before_tokenizing() -> None:
     assert estimate_tokens(asked(prompt=[1] * 9)) == 9
     assert text_bytes(asked(prompt=["abc", "de"])) == 5
     assert text_bytes(asked(prompt=[1, 2])) == 0
+    assert text_bytes(asked(prompt=[1, 2], speculation="abc")) == 3
+    assert text_bytes(asked(prompt="a", prediction={"content": [{"type": "text", "text": "bcd"}]})) == 4
+    assert text_bytes(asked(prompt="a", thinking={"effort": 2, "budget_end_str": "xy"})) == 3
 
 
 @pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])

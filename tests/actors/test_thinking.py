@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 import pytest
-from sim_device import LetterTokenizer
+from sim_device import END_THINK, EOS, THINK, LetterTokenizer
 
 from offbook.actors.errors import InvalidRequest
 from offbook.actors.request import from_fields
 from offbook.actors.thinking import BRIDGE, Markers, ThinkingPlan, ThinkingState, find_markers, plan_thinking
+
+
+class Unmarked(LetterTokenizer):
+    specials: ClassVar = {EOS: "<end>"}
+
 
 LETTERS = LetterTokenizer()
 MARKERS = Markers((1, 2), (3,))
@@ -38,6 +44,7 @@ def plan(markers: Markers | None = MARKERS, /, **fields: object) -> ThinkingPlan
         ({"reasoning_effort": 9, "thinking": {"type": "enabled", "effort": "low"}}, None, ()),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000, "effort": 5}}, 5, (*BRIDGE_IDS, 3)),
         ({"thinking": {"type": "enabled", "keep": "all"}, "reasoning_history": "preserved"}, None, ()),
+        ({"response_format": {"type": "text"}}, None, ()),
     ],
 )
 def test_precedence(fields: dict[str, object], budget: int | None, closing: tuple[int, ...]) -> None:
@@ -93,10 +100,13 @@ def test_effects_are_refused_without_markers(fields: dict[str, object]) -> None:
 
 
 def test_markers_of_the_tokenizer_and_of_the_configuration() -> None:
-    assert find_markers(LETTERS, None, None) is None
+    assert find_markers(LETTERS, None, None) == Markers((THINK,), (END_THINK,))
+    assert find_markers(Unmarked(), None, None) is None
     assert find_markers(LETTERS, "ab", "c") == MARKERS
     with pytest.raises(ValueError, match="both"):
         find_markers(LETTERS, "ab", None)
+    with pytest.raises(ValueError, match="empty"):
+        find_markers(LETTERS, "ab", "")
 
 
 def write(prompt: list[int], made: ThinkingPlan, free: list[int]) -> list[int]:
@@ -122,6 +132,29 @@ def test_ending_by_itself_forces_nothing() -> None:  # B209
 
 def test_none_closes_a_block_at_once() -> None:
     assert write([1, 2], ThinkingPlan(MARKERS, 0, (3,)), [20, 20]) == [3, 20, 20]
+
+
+def test_markers_in_the_bridge_do_not_end_the_closing() -> None:
+    assert write([1, 2], ThinkingPlan(MARKERS, 1, (3, 9, 3)), [20, 20]) == [20, 3, 9, 3, 20]
+    state = ThinkingState(ThinkingPlan(MARKERS, 0, (3, 9, 3)), [1, 2])
+    for token in (3, 9, 3):
+        assert state.inside and state.forced == token
+        state.push(token)
+    assert not state.inside
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [([], False), ([1], False), ([1, 2], True), ([1, 2, 8, 3], False), ([1, 2, 3, 1, 2, 9], True), ([3, 1, 2], True)],
+)
+def test_a_prompt_may_open_a_block(prompt: list[int], inside: bool) -> None:
+    assert ThinkingState(ThinkingPlan(MARKERS, 5, (3,)), prompt).inside == inside
+
+
+def test_a_marker_may_begin_in_the_prompt() -> None:
+    state = ThinkingState(ThinkingPlan(MARKERS, 5, (3,)), [7, 1])
+    state.push(2)
+    assert state.inside
 
 
 def test_a_second_block_has_what_is_left() -> None:

@@ -25,7 +25,8 @@ from byte_tokens import EOS, TABLE, accepts, allowed, byte_vocabulary, schema
 from jsonschema.validators import validator_for
 from referencing.exceptions import Unresolvable
 
-from offbook.actors.grammar import Constraint, ConstraintError
+from offbook.actors.grammar import Constraint
+from offbook.actors.grammar_matcher import ConstraintError
 
 VOCABULARY = byte_vocabulary()
 DRAFTS = {"draft7": jsonschema.Draft7Validator, "draft2019-09": jsonschema.Draft201909Validator}

@@ -278,7 +278,7 @@ async def test_the_embedded_api_gives_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"temperature": 3, "zzz": 1}, {"prompt": [64]}, {"model": "other"}, {"logprobs": 6}, {"images": ["x"]}]
+    "fields", [{"temperature": 3, "zzz": 1}, {"prompt": [71]}, {"model": "other"}, {"logprobs": 6}, {"images": ["x"]}]
 )
 async def test_the_embedded_api_refuses_the_same(fields: dict[str, Any]) -> None:
     request: dict[str, Any] = {"model": MODEL, "prompt": "a", **fields}

@@ -182,6 +182,29 @@ def test_two_at_once_download_once(model: BundledModel, monkeypatch: pytest.Monk
     assert len(set(downloads)) == 1
 
 
+def test_who_waits_for_another_process_is_told_and_can_leave(model: BundledModel, tmp_path: Path) -> None:
+    class LeftError(Exception):
+        pass
+
+    told: list[str] = []
+
+    def impatient(what: str, done: int, total: int) -> None:
+        told.append(what)
+        if len(told) == 3:
+            raise LeftError
+
+    with default_model._only_process(_lock(tmp_path), lambda *_: None), pytest.raises(LeftError):
+        fetch_default_model(impatient, model=model)
+    assert set(told) == {"waiting for another process that fetches the model"}
+    assert fetch_default_model(model=model).read_bytes() == MODEL
+
+
+def _lock(tmp_path: Path) -> Path:
+    folder = tmp_path / "cache" / "models"
+    folder.mkdir(parents=True)
+    return folder / ".Tiny.gguf.lock"
+
+
 @pytest.mark.model
 def test_the_real_one(default_model_path: Path) -> None:
     assert default_model_path.name == SMOLLM2.file_name

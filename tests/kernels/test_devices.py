@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offbook.kernels import cpu_device, devices
+from offbook.kernels import build, cpu_device, devices
 from offbook.kernels.build import NoCompilerError
 from offbook.kernels.devices import DeviceError, cuda_available, open_device
 from offbook.kernels.model_files import ModelFiles, open_model
@@ -32,6 +33,22 @@ def test_auto_is_the_cpu_without_cuda(files: ModelFiles, no_cuda: None) -> None:
     assert isinstance(device, cpu_device.CpuDevice)
     assert (device.vocabulary_size, device.context_length) == (300, 512)
     device.close()
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("a.cpp: In f:\na.cpp:1:2: error: no\n  3 | x", "a.cpp:1:2: error: no"),
+        ("killed\n", "killed"),
+        ("", "exit status 3"),
+    ],
+)
+def test_what_a_compiler_prints_is_told_in_one_line(printed: str, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    command = [sys.executable, "-c", f"import sys; sys.stderr.write({printed!r}); sys.exit(3)"]
+    with caplog.at_level(logging.DEBUG), pytest.raises(NoCompilerError) as caught:
+        build._run("thing", [command])
+    assert str(caught.value) == f"{sys.executable} could not build thing: {told}"
+    assert printed in caplog.text  # all of it, for those who ask
 
 
 def test_without_a_compiler_torch_steps_in_with_one_warning(

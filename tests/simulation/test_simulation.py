@@ -15,15 +15,12 @@ from pathlib import Path
 import pytest
 from simulate import cancelled_at_every_step, simulate
 
-COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1500"))
+COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1200"))
 KEPT = {
-    17: "a block was copied from before the step that fills it had run",
-    152: "who left before it was tokenized stayed in the gauge of those who wait",
-    510: "a failed scoring request was not counted as failed",
-    802: "who left while its letter to admission was under way was counted out twice",
-    968: "a request that a stop string had ended was counted as failed too",
+    13: "a grammar did not wait for the end of a thinking block without a budget",
+    322: "below its minimum length an answer could not end at a draft's row that had reached it",
 }
-SMALL = (2001, 2010, 2033, 2038)  # worlds of two clients, for what is tried at every step
+SMALL = (2009, 2037, 2051, 2072)  # worlds of two clients, for what is tried at every step
 
 
 def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +43,7 @@ def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert {
         "done", "left", "left at once", "gone", "never read", "StepFailed", "EngineOverloaded", "EngineUnavailable",
-        "DeadlineExceeded", "ClientOverShare",
+        "DeadlineExceeded", "ClientOverShare", "InvalidRequest",
     } <= endings.keys()  # fmt: skip
     assert len(faults) == 6
     assert preemptions

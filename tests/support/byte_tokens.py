@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from offbook.actors.grammar import Constraint, Matcher, Vocabulary, compile_constraint
+from offbook.actors.grammar import Constraint, Vocabulary, compile_constraint
+from offbook.actors.grammar_matcher import Matcher
 from offbook.actors.request import ResponseFormat
 
 PIECES = ["ab", "ba", '{"', '":', "é", "b" * 3]

@@ -1,15 +1,16 @@
 """A device without arithmetic, for tests: its "model" is a hash of everything a row can see through its block table.
 
 Why: whatever the actors do wrong with blocks, copies, chunks or slots (a stale block, a lost copy, a wrong position)
-changes what a row sees, and with it the tokens. It honours the step seam to the letter: copies first, then all writes,
-then all reads. ``expected`` computes the same answer from the tokens alone, without blocks: the independent truth.
+changes what a row sees, and with it the tokens; so does a wrong mask, mu, forced token or sampler's state. It honours
+the step seam to the letter: copies first, then all writes, then all reads. ``expected`` computes the same answer from
+the tokens alone, without blocks: the independent truth (sim_oracle.py knows the rest).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -21,10 +22,10 @@ from offbook.actors.steps import Step, fill_masks
 from offbook.actors.tokens import Tokenizer
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.spec import ModelSpec, RopeSpec
-from offbook.kernels.step import BLOCK_TOKENS, SAMPLE, StepBatch, StepResult
+from offbook.kernels.step import BLOCK_TOKENS, ERROR_EMPTY, SAMPLE, StepBatch, StepResult
 
-VOCABULARY = 64  # ids 0..63; 0 is EOS
-EOS = 0
+VOCABULARY = 71
+EOS, OTHER, THINK, END_THINK = 0, 63, 69, 70
 
 
 def digest(tokens: Sequence[int], *extra: object) -> int:
@@ -38,13 +39,42 @@ def logprob_of(prefix: Sequence[int], token: int) -> float:
     return -float(np.float32((digest(prefix, "lp", token) % 9973) / 1000.0))
 
 
-def draw(prefix: Sequence[int], params: SamplingParams, counter: int, state: Sequence[int] = ()) -> int:
-    """The made-up draw: of the prefix alone when greedy, else also of seed, choice and counter (and slot state)."""
+def alternatives_of(prefix: Sequence[int], n: int) -> list[tuple[int, float]]:
+    """The made-up best raw alternatives after a prefix, best first."""
+    return [(digest(prefix, "top", t) % VOCABULARY, -t / 8) for t in range(n)]
+
+
+def kept_of(prefix: Sequence[int], params: SamplingParams) -> int:
+    """How many tokens the made-up filters leave."""
+    return 1 if params.temperature == 0 else 1 + digest(prefix, "kept") % 50
+
+
+def slot_state(params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+    """What penalties and biases know of a sequence."""
+    if not params.uses_slot:
+        return []
+    return [len(params.logit_bias), *(t for t, _ in params.logit_bias), len(prompt), *prompt, *output]
+
+
+def draw(
+    prefix: Sequence[int], params: SamplingParams, counter: int, state: Sequence[int] = (), mu: float = 0.0
+) -> int:
+    """The made-up draw: of the prefix and the slot's state alone when greedy, else also of seed, choice and counter,
+    and of mu under mirostat."""
     if params.temperature == 0:
         key = digest(prefix, "greedy", *state)
-    else:
+    elif params.mirostat_target is None:
         key = digest(prefix, params.seed, params.choice, counter, *state)
-    return key % VOCABULARY
+    else:
+        key = digest(prefix, params.seed, params.choice, counter, *state, "mu", mu)
+    token = key % (VOCABULARY + 9)  # special tokens come more often than others: much depends on them
+    return token if token < VOCABULARY else (EOS, THINK, END_THINK)[token % 3]
+
+
+def next_mu(mu: float, params: SamplingParams, token: int) -> float:
+    """Mirostat's made-up memory after a token that was drawn (not forced)."""
+    on = params.mirostat_target is not None and params.temperature > 0
+    return mu + (token % 7 - 3) / 8 if on else mu
 
 
 def expected(
@@ -53,8 +83,7 @@ def expected(
     """The lone cold answer, from the tokens alone."""
     tokens = list(prompt)
     for i in range(max_tokens):
-        state = tokens if params.uses_slot else ()
-        token = draw(tokens, params, i, state)
+        token = draw(tokens, params, i, slot_state(params, prompt, tokens[len(prompt) :]))
         tokens.append(token)
         if token in eos:
             return tokens[len(prompt) :], "stop"
@@ -88,7 +117,8 @@ class SimDevice:
         for source, target in batch.copies.tolist():
             self.kv[target] = self.kv[source]
         for opening in batch.slot_opens:
-            self.slots[opening.slot] = [*opening.prompt_ids.tolist(), *opening.output_ids.tolist()]
+            prompt, output = opening.prompt_ids.tolist(), opening.output_ids.tolist()
+            self.slots[opening.slot] = slot_state(opening.params, prompt, output)
         for token, position, s in zip(batch.token_ids, batch.positions, batch.row_sequence, strict=True):
             block = batch.block_tables[s, position // BLOCK_TOKENS]
             self.kv[block, position % BLOCK_TOKENS] = token
@@ -107,26 +137,40 @@ class SimDevice:
             for j, k in enumerate(range(batch.run_start[r], batch.run_start[r + 1])):
                 prefix = self._prefixes[int(batch.logit_rows[k])]
                 forced = int(batch.row_forced[k])
-                token = forced
-                if forced < 0:
-                    state = self.slots[int(batch.run_slot[r])] if params.uses_slot else []
-                    token = draw(prefix, params, int(batch.run_draw[r]) + j, state)
-                    token = self._allowed(token, masks, int(batch.row_mask[k]))
+                token = forced if forced >= 0 else self._draw(batch, r, j, prefix, mu, masks)
                 result.token[k] = token
-                result.logprob[k] = logprob_of(prefix, token)
-                result.sampling_logprob[k] = result.logprob[k] / 2
-                result.kept[k] = 1 + digest(prefix, "kept") % 50
-                for t in range(params.top_logprobs):
-                    result.top_ids[k, t] = digest(prefix, "top", t) % VOCABULARY
-                    result.top_logprobs[k, t] = -t / 8
+                if token < 0:
+                    result.error[k] = ERROR_EMPTY
+                    break
+                self._report(result, k, prefix, params, forced)
                 if batch.run_kind[r] == SAMPLE:
-                    mu += 0.5
+                    mu = next_mu(mu, params, token) if forced < 0 else mu
                     if params.uses_slot:
                         self.slots[int(batch.run_slot[r])].append(token)
                     if token != batch.row_draft[k]:
                         break
             result.run_mu[r] = mu
         return result
+
+    def _draw(
+        self, batch: StepBatch, r: int, j: int, prefix: list[int], mu: float,
+        masks: np.ndarray[tuple[int, int], np.dtype[np.uint32]] | None,
+    ) -> int:  # fmt: skip
+        params = batch.run_params[r]
+        state = self.slots[int(batch.run_slot[r])] if params.uses_slot else []
+        token = draw(prefix, params, int(batch.run_draw[r]) + j, state, mu)
+        return self._allowed(token, masks, int(batch.row_mask[int(batch.run_start[r]) + j]))
+
+    @staticmethod
+    def _report(result: StepResult, k: int, prefix: list[int], params: SamplingParams, forced: int) -> None:
+        result.logprob[k] = logprob_of(prefix, int(result.token[k]))
+        greedy = forced >= 0 or params.temperature == 0
+        result.sampling_logprob[k] = 0.0 if greedy else result.logprob[k] / 2
+        result.kept[k] = kept = 1 if forced >= 0 else kept_of(prefix, params)
+        if kept <= params.kept_ids_max:
+            result.kept_ids[k] = np.arange(kept, dtype=np.int32)
+        for t, (token, logprob) in enumerate(alternatives_of(prefix, params.top_logprobs)):
+            result.top_ids[k, t], result.top_logprobs[k, t] = token, logprob
 
     @staticmethod
     def _allowed(token: int, masks: np.ndarray[tuple[int, int], np.dtype[np.uint32]] | None, row: int) -> int:
@@ -162,26 +206,25 @@ def run_on(device: SimDevice, step: Step) -> StepResult:
 
 
 class LetterTokenizer:
-    """One token per letter of a 63-letter alphabet (id 0 is EOS, written "<end>")."""
+    """One token per character of an alphabet in which some JSON can be written, and three special tokens."""
 
-    letters = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+    letters = '\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 {}":,'
+    specials: ClassVar = {EOS: "<end>", THINK: "<think>", END_THINK: "</think>"}
     vocabulary_size = VOCABULARY
     eos_ids = (EOS,)
-    bos_id = None
+    bos_id: int | None = None
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        return [self.letters.index(c) if c in self.letters else 63 for c in text]
+        return [self.letters.index(c) if c in self.letters else OTHER for c in text]
 
     def token_bytes(self, token_id: int) -> bytes:
-        if token_id == EOS:
-            return b"<end>"
-        return (self.letters[token_id] if token_id < len(self.letters) else " ").encode()
+        return (self.specials.get(token_id) or self.letters[token_id]).encode()
 
     def is_special(self, token_id: int) -> bool:
-        return token_id == EOS
+        return token_id in self.specials
 
     def id_of(self, text: str) -> int | None:
-        return EOS if text == "<end>" else None
+        return next((i for i, special in self.specials.items() if special == text), None)
 
 
 SPEC = ModelSpec(

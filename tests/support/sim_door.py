@@ -24,7 +24,8 @@ from raw_http import Answered, RawClient, request_bytes
 from sim_device import SimDevice, loaded_with
 from sim_executor import SimExecutor
 from sim_faults import Faults, check_step
-from sim_requests import check_body, random_fields
+from sim_oracle import compiled_already
+from sim_requests import DEFAULT_MAX_TOKENS, check_body, fits, random_fields
 from simulate import World, run_world, settled
 
 from offbook.actors import admission
@@ -35,7 +36,7 @@ from offbook.server.app import Door, create_app
 from offbook.server.hypercorn_adapter import Connection, DoorConfig, shield_final
 
 PATIENCE_S = 120.0  # virtual: nobody waits longer for anything
-ENDINGS = {429: "over its share", 500: "failed", 503: "turned away", 504: "too late"}
+ENDINGS = {400: "does not fit", 429: "over its share", 500: "failed", 503: "turned away", 504: "too late"}
 
 
 class MemorySocketStream(trio.abc.HalfCloseableStream):
@@ -87,7 +88,8 @@ async def _scenario(world: World, scopes: list[trio.CancelScope], desks: list[ad
     executor = SimExecutor(device)
     config = EngineConfig(
         running_max=rng.choice((1, 3, 16)), step_tokens_max=rng.choice((5, 100)), queue_max=rng.choice((1, 4, 100)),
-        choices_max=6, client_share_max=rng.choice((None, None, 1)), grammar_compile_s=math.inf, default_max_tokens=30,
+        choices_max=9, client_share_max=rng.choice((None, None, 1)), grammar_compile_s=math.inf,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
     )  # fmt: skip
     faults = Faults(random.Random(rng.random()), executor, fatal=False)
     world.faults = faults.counts
@@ -96,6 +98,7 @@ async def _scenario(world: World, scopes: list[trio.CancelScope], desks: list[ad
     http.connections_max = rng.choice((3, 1000, 1000))
     async with open_engine(config, loaded=loaded_with(executor, device)) as engine:
         await trio.lowlevel.checkpoint()
+        compiled_already(engine._constraints)
         faults.install(engine, lambda step: check_step(engine, desks[0], step))
         door = Door()
         door.engine = engine
@@ -252,6 +255,7 @@ class _Client:
         if answer.status != 200:
             assert answer.status in ENDINGS, (answer.status, answer.body)
             assert answer.json["error"]["message"]
+            assert answer.status != 400 or not fits(request, self.engine.card.context_length)
             if answer.status in (429, 503):
                 assert int(answer.headers["retry-after"]) >= 1
             return ENDINGS[answer.status]

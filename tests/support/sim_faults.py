@@ -83,8 +83,10 @@ class Faults:
             self.counts["a row is poisoned"] += 1
             run = self._rng.randrange(len(step.runs))
             self.blamed.add(ticket_id(step.runs[run].sequence))
-            k = step.batch.run_start[run]
-            result.token[k], result.error[k] = -1, ERROR_NAN
+            first, end = step.batch.run_start[run], step.batch.run_start[run + 1]
+            reached = [k for k in range(first, end) if result.token[k] >= 0] or [first]
+            k = self._rng.choice(reached)
+            result.token[k:end], result.error[k] = -1, ERROR_NAN
         return result
 
 

@@ -19,14 +19,15 @@ import trio.testing
 from sim_device import SimDevice, loaded_with
 from sim_executor import SimExecutor
 from sim_faults import Faults, check_idle, check_step, outcomes
-from sim_requests import check_answer, random_completion
+from sim_oracle import compiled_already
+from sim_requests import DEFAULT_MAX_TOKENS, check_answer, check_start, fits, random_completion
 from sim_seeded import CancelAt, seeded_run
 
 from offbook.actors import admission
 from offbook.actors.answer import Answer
 from offbook.actors.config import EngineConfig
 from offbook.actors.engine import Engine, open_engine
-from offbook.actors.errors import CompletionError, EngineUnavailable, StepFailed
+from offbook.actors.errors import CompletionError, EngineUnavailable, InvalidRequest, StepFailed
 from offbook.actors.events import Context, Delta
 from offbook.actors.request import CompletionRequest, from_fields
 
@@ -123,17 +124,19 @@ async def _scenario(world: World, scopes: list[trio.CancelScope], desks: list[ad
     executor = SimExecutor(device)
     config = EngineConfig(
         running_max=rng.choice((1, 3, 16, 16)), step_tokens_max=rng.choice((5, 16, 100)),
-        step_busy_ms=rng.choice((5.0, 80.0)), queue_max=rng.choice((1, 4, 100, 100)), choices_max=6,
+        step_busy_ms=rng.choice((5.0, 80.0)), queue_max=rng.choice((1, 4, 100, 100)), choices_max=9,
         queue_tokens_max=rng.choice((20, *[4_000_000] * 4)), applies_max=rng.choice((2, *[4096] * 5)),
-        prefix_cache=rng.random() < 0.8, prompt_lookup=rng.random() < 0.2,
+        prefix_cache=rng.random() < 0.8, prompt_lookup=rng.random() < 0.3,
         client_share_max=rng.choice((None, None, None, 1)), grammar_compile_s=math.inf,
-        priority_ageing_s=rng.choice((0.1, 30.0)), default_max_tokens=30,
+        priority_ageing_s=rng.choice((0.1, 30.0)), default_max_tokens=DEFAULT_MAX_TOKENS,
+        draft_tokens_max=rng.choice((1, 3, 64, 64)),
     )  # fmt: skip
     faults = Faults(random.Random(rng.random()), executor)
     world.faults = faults.counts
     try:
         async with open_engine(config, loaded=loaded_with(executor, device)) as engine:
             await trio.lowlevel.checkpoint()  # the actors have begun
+            compiled_already(engine._constraints)
             faults.install(engine, lambda step: check_step(engine, desks[0], step))
             await _clients(world, engine, faults, scopes)
             await settled(world, engine, desks[0])
@@ -203,8 +206,12 @@ class _Client:
         world, temper = self.world, self.temper
         world.asked += 1
         id = "same" if temper < 0.1 else f"r{self.name}"
-        context = Context(request_id=id, deadline_s=0.05 if 0.8 < temper < 0.85 else None)
+        context = Context(
+            request_id=id, deadline_s=0.05 if 0.8 < temper < 0.85 else None, session="s" if temper < 0.2 else None,
+            isolation_key="p" if self.patience == 0 else None,
+        )  # fmt: skip
         ending = "gone"
+        deltas: list[Delta] = []
         try:
             with scope:
                 if temper > 0.9:
@@ -212,21 +219,24 @@ class _Client:
                 try:
                     async with self.engine.complete(self.request, context=context) as answer:
                         ending = "left"
-                        ending = await self._read(answer)
+                        ending = await self._read(answer, deltas)
                 except CompletionError as error:
                     ending = type(error).__name__
                     if isinstance(error, StepFailed):
                         assert id in self.faults.blamed or self.faults.fatal, "nobody else feels a fault"
+                    if isinstance(error, InvalidRequest):
+                        assert not fits(self.request, self.engine.card.context_length)
                     if isinstance(error, EngineUnavailable):
                         assert (
                             self.faults.fatal or self.engine.state == "draining" or self.engine.config.applies_max < 12
                         )
         finally:
+            if ending != "done":
+                check_start(self.request, deltas, self.engine.card.context_length)
             world.endings[ending] += 1
             world.note(self.name, ending)
 
-    async def _read(self, answer: Answer) -> str:
-        deltas: list[Delta] = []
+    async def _read(self, answer: Answer, deltas: list[Delta]) -> str:
         if 0.7 < self.temper < 0.75:
             return "left at once"
         if 0.6 < self.temper < 0.7:

@@ -1,0 +1,138 @@
+"""Where one answer stands in its grammar: masks, moves, and looking ahead for drafts.
+
+Rules of this file: no clocks; a matcher belongs to one thread at a time. What looking ahead meets, it forgets: drafts
+never change what an answer may be, not even where the grammar becomes too complex for the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..kernels.step import U32
+from .grammar_schema import Loc
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class ConstraintError(Exception):
+    """The response format cannot be served: why, and the path of the field (``("response_format", "grammar")``)."""
+
+    def __init__(self, message: str, loc: Loc) -> None:
+        super().__init__(message)
+        self.message = message
+        self.loc = loc
+
+
+class Matcher:
+    """Where one choice stands in its grammar. A place that is too complex for the library leaves its matcher unusable:
+    when that is met while looking ahead, it starts again from the beginning, and never looks ahead after that."""
+
+    __slots__ = ("_eos_ids", "_far_sighted", "_matcher", "_start", "_taken")
+
+    def __init__(self, start: LLMatcher, eos_ids: tuple[int, ...]) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._taken: list[int] = []
+        self._far_sighted = True
+        self._eos_ids = eos_ids
+
+    @property
+    def finished(self) -> bool:
+        """The answer is complete and nothing but an end token may follow (or one has been consumed)."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def accepting(self) -> bool:
+        """The answer so far is a complete one."""
+        return self._matcher.is_accepting()
+
+    def fill(self, row: U32, *, end: bool = True) -> None:
+        """Write the mask of the next token into ``row`` (uint32 [ceil(V / 32)], contiguous). With ``end`` false (end
+        tokens ignored, or a minimum length not reached) they are let through only where nothing else may follow.
+
+        Raises ConstraintError when the grammar turns out too complex at this place.
+        """
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise _too_complex(self._matcher)
+        if not end and not self._matcher.is_stopped():
+            kept = row.copy()
+            for token_id in self._eos_ids:
+                row[token_id >> 5] &= ~(1 << (token_id & 31)) & 0xFFFFFFFF
+            if not row.any():
+                row[:] = kept
+
+    def consume(self, token_id: int) -> bool:
+        """Move on by a token; False, and no move, when it is not allowed here (or what follows is too complex: then
+        ``fill`` says so)."""
+        taken = self._try(token_id)
+        if taken:
+            self._taken.append(token_id)
+        return taken
+
+    def fill_ahead(self, rows: U32, drafts: Sequence[int], *, end_from: int | None = 0) -> int:
+        """Masks for the next token and for the one after each draft: rows [len(drafts) + 1, ceil(V / 32)], as far as
+        the drafts fit; nothing is allowed in the others. Returns how many fit; the matcher does not move. ``end_from``:
+        the first row at which an end token counts as one (see ``fill``), None for none.
+
+        Raises ConstraintError when the grammar turns out too complex for the next token.
+        """
+        fits = 0
+        self.fill(rows[0], end=end_from == 0)
+        rows[1:] = 0
+        for draft in drafts:
+            if not self._far_sighted or draft in self._eos_ids or not self._try(draft):
+                break
+            fits += 1
+            try:
+                self.fill(rows[fits], end=end_from is not None and fits >= end_from)
+            except ConstraintError:
+                rows[fits] = 0
+                break
+        self._back(fits)
+        return fits
+
+    def accepts(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts fit, one after the other, from here; the matcher does not move. End tokens fit not:
+        nothing can be drafted after them."""
+        fits = 0
+        for draft in drafts:
+            if not self._far_sighted or draft in self._eos_ids or not self._try(draft):
+                break
+            fits += 1
+        self._back(fits)
+        return fits
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that the grammar leaves no choice about, spelled as the tokenizer would spell them: drafts, since
+        another spelling of the same text is allowed too. Empty when there is a choice, or when finished."""
+        if self._matcher.is_stopped() or not self._far_sighted:
+            return []
+        forced = self._matcher.compute_ff_tokens()
+        self._back(0)
+        ends = (i for i, token_id in enumerate(forced) if token_id in self._eos_ids)
+        return forced[: next(ends, len(forced))]
+
+    def _try(self, token_id: int) -> bool:
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def _back(self, count: int) -> None:
+        """From looking ahead by so many tokens to where it stood."""
+        if self._matcher.is_error() or (count and not self._matcher.rollback(count)):
+            self._far_sighted = False
+            self._matcher = self._start.deep_copy()
+            self._matcher.try_consume_tokens(self._taken)
+
+
+def reason(matcher: LLMatcher) -> str:
+    """The library's message, without its dump of the parser's state."""
+    message = matcher.get_error().split("<state>")[0].split("<backtrace>")[0].strip()
+    if "oneOf" in message:
+        return "oneOf whose branches can hold at the same time is not supported; anyOf is"
+    return message[:300] or "it is too complex"
+
+
+def _too_complex(matcher: LLMatcher) -> ConstraintError:
+    return ConstraintError(f"the constraint became too complex: {reason(matcher)}", ("response_format",))
