@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from offbook.kernels.build import LEVEL_FLAGS, cpu_level
+from offbook.kernels.build import cpu_levels
 from offbook.kernels.cpu_device import CpuDevice, _tiles
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.spec import RopeSpec
@@ -138,12 +138,6 @@ def test_bits_do_not_depend_on_the_crowd(lab: Any, dtype: Dtype) -> None:
     cpu.close()
 
 
-def levels() -> list[str]:
-    """The levels that this machine runs, best first: LEVEL_FLAGS holds them in that order."""
-    order = list(LEVEL_FLAGS)
-    return order[order.index(cpu_level()) :]
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", [MIXED, "Q4_K", "Q6_K", "F16"], ids=["mixed", "q4k", "q6k", "f16"])
 def test_all_cpu_levels_give_the_same_bits(lab: Any, kind: Any, dtype: Dtype) -> None:
@@ -152,12 +146,12 @@ def test_all_cpu_levels_give_the_same_bits(lab: Any, kind: Any, dtype: Dtype) ->
     model = lab.model(seed=8, kind=kind, n_layers=1, **shape)
     ids = ids_of(model, 40)
     answers = []
-    for level in levels():
+    for level in cpu_levels():
         cpu = device(model, dtype, level=level)
         first = logits(cpu, lab.batch((ids[:-1], 0, range(3))))
         answers.append(np.concatenate([first, logits(cpu, lab.batch((ids[-1:], 39, range(3))))]))
         cpu.close()
-    assert all(np.array_equal(a, answers[0]) for a in answers), levels()
+    assert all(np.array_equal(a, answers[0]) for a in answers), cpu_levels()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
