@@ -155,6 +155,29 @@ def test_all_cpu_levels_give_the_same_bits(lab: Any, kind: Any, dtype: Dtype) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_long_contexts_give_the_same_bits_however_they_are_cut(lab: Any, dtype: Dtype) -> None:
+    """Several partitions of attention: in tiles of rows, by single rows, cut among threads, in a crowd, at any level."""
+    model = lab.model(seed=12, kind=MIXED, n_heads=6, context_length=1024)
+    ids, table = ids_of(model, 600), range(38)
+    others = [(ids_of(model, 300, seed), 0, range(seed, seed + 19)) for seed in range(40, 140, 20)]
+    whole = None
+    for level in cpu_levels():
+        for threads, chunk in ((2, 600), (1, 250), (3, 37)) if level == cpu_levels()[0] else ((2, 300),):
+            cpu = device(model, dtype, threads, 140, level)
+            got = [logits(cpu, lab.batch((ids[i : i + chunk], i, table))) for i in range(0, 600, chunk)]
+            got += [logits(cpu, lab.batch((ids[i : i + 1], i, table))) for i in range(596, 600)]
+            got.append(logits(cpu, lab.batch((ids[-7:], 593, table), *others))[:7])
+            cpu.close()
+            rows = np.concatenate(got).view(np.uint32)
+            whole = rows[:600] if whole is None else whole
+            expected = np.concatenate([whole, whole[596:], whole[593:]])
+            assert np.array_equal(rows, expected), (level, threads, chunk)
+    assert whole is not None
+    error = (whole.view(np.float32) - model.truth(ids)).std() / whole.view(np.float32).std()
+    assert error < (1e-5 if dtype == "float32" else 0.03)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_recycled_block_leaks_nothing(lab: Any, dtype: Dtype) -> None:
     """A sequence whose KV is NaN leaves its blocks to another: same bits as in fresh blocks."""
     model = lab.model(seed=9)
