@@ -20,6 +20,7 @@ class StepOf final : public Step {
   using Activation = typename Mode::Activation;
   using Element = typename Config::Kv::Element;
   using Forms = typename Inputs<Config>::Forms;
+  static constexpr int kPanelsTogether = 4;  // at most: nobody waits long for the last to end its share
   static constexpr int kOwnRows = 2;       // up to here every thread norms the rows for itself: cheaper than a phase
   static constexpr int kLayerPhases = 11;  // at most: five phases, each prepared in one of its own, and partitions merged
 
@@ -119,7 +120,7 @@ class StepOf final : public Step {
     int panels = 0;
     for (const Matrix* m : matrices) panels += m->panels;
     const int chunks = (rows + kChunkRows - 1) / kChunkRows;
-    const int together = rows > kTileRows ? 1 : std::max(1, panels / (crew.threads() * 5));
+    const int together = rows > kTileRows ? 1 : std::clamp(panels / (crew.threads() * 5), 1, kPanelsTogether);
     crew.run(panels * chunks, together, setup, [&](int i) {
       const int chunk = i / panels, begin = static_cast<int>(int64_t{rows} * chunk / chunks);
       const int n = static_cast<int>(int64_t{rows} * (chunk + 1) / chunks) - begin, panel = i % panels;
