@@ -155,6 +155,26 @@ void partition_weights(const float* scores, int valid, T* weights, Partial part)
   part.max() = highest;
 }
 
+// out += a pair of positions as floats, the odd one only where it is the row's: else the pair product adds +0 for it.
+template <class Kv, int H, int C>
+OFFBOOK_INLINE void float_columns(const typename Kv::Element* v, int dims, int d0, int pair, bool both,
+                                  const float* weights, F16x (&out)[H][C]) {
+  const float* w = weights + 2 * pair;
+  if (both) {
+    unroll<C>([&](auto c) OFFBOOK_LAMBDA {
+      const F16x odd = Kv::v_odd(v, dims, pair, d0 + 16 * c);
+      unroll<H>([&](auto h) OFFBOOK_LAMBDA { out[h][c] = fma(odd, broadcast(w + h * kPartition + 1), out[h][c]); });
+    });
+  } else {
+    for (int h = 0; h < H; h++)
+      for (int c = 0; c < C; c++) out[h][c] = add(out[h][c], zero());
+  }
+  unroll<C>([&](auto c) OFFBOOK_LAMBDA {
+    const F16x even = Kv::v_even(v, dims, pair, d0 + 16 * c);
+    unroll<H>([&](auto h) OFFBOOK_LAMBDA { out[h][c] = fma(even, broadcast(w + h * kPartition), out[h][c]); });
+  });
+}
+
 // C vectors of the outputs, from dimension d0 on, of H heads += weights times values of one block; valid: 1..16.
 template <class Mode, class Kv, int H, int C>
 OFFBOOK_INLINE void block_columns(const typename Kv::Element* v, int dims, int d0, int valid,
@@ -178,25 +198,8 @@ OFFBOOK_INLINE void block_columns(const typename Kv::Element* v, int dims, int d
       continue;
     }
 #endif
-    if constexpr (std::is_same_v<typename Mode::Activation, float>) {
-      if (2 * pair + 1 < valid) {
-        unroll<C>([&](auto c) OFFBOOK_LAMBDA {
-          const F16x odd = Kv::v_odd(v, dims, pair, d0 + 16 * c);
-          unroll<H>([&](auto h) OFFBOOK_LAMBDA {
-            out[h][c] = fma(odd, broadcast(weights + h * kPartition + 2 * pair + 1), out[h][c]);
-          });
-        });
-      } else {  // the odd position is not ours: what the pair product adds for it is +0
-        for (int h = 0; h < H; h++)
-          for (int c = 0; c < C; c++) out[h][c] = add(out[h][c], zero());
-      }
-      unroll<C>([&](auto c) OFFBOOK_LAMBDA {
-        const F16x even = Kv::v_even(v, dims, pair, d0 + 16 * c);
-        unroll<H>([&](auto h) OFFBOOK_LAMBDA {
-          out[h][c] = fma(even, broadcast(weights + h * kPartition + 2 * pair), out[h][c]);
-        });
-      });
-    }
+    if constexpr (std::is_same_v<Mode, FloatMode>)
+      float_columns<Kv, H, C>(v, dims, d0, pair, 2 * pair + 1 < valid, weights, out);
   }
   for (int h = 0; h < H; h++)
     for (int c = 0; c < C; c++) store(part.head(h).out() + d0 + 16 * c, out[h][c]);

@@ -20,9 +20,9 @@ class StepOf final : public Step {
   using Activation = typename Mode::Activation;
   using Element = typename Config::Kv::Element;
   using Forms = typename Inputs<Config>::Forms;
-  static constexpr int kPanelsTogether = 4;  // at most: nobody waits long for the last to end its share
-  static constexpr int kOwnRows = 2;       // up to here every thread norms the rows for itself: cheaper than a phase
-  static constexpr int kLayerPhases = 11;  // at most: five phases, each prepared in one of its own, and partitions merged
+  static constexpr int kPanelsTogether = 4;  // handed out at once, at most: nobody waits long for the last to end
+  static constexpr int kOwnRows = 2;         // up to here every thread norms the rows for itself: cheaper than a phase
+  static constexpr int kLayerPhases = 11;    // at most: five, each prepared in one of its own, and partitions merged
 
   struct alignas(64) Thread {
     PanelScratch panel;
