@@ -25,7 +25,6 @@ from .weights import Weights
 
 SOURCES = ("step_bf16.cpp", "step_f32.cpp", "step.cpp", "step_pack.cpp")
 LOGITS_TILE = 64  # logits rows in memory at once (a SAMPLE run may stretch a tile)
-LARGEST_HEAD_REPEAT = 64  # query heads of one KV head
 
 
 class CpuDevice:
@@ -128,9 +127,8 @@ def _check_shape(spec: ModelSpec, threads: int) -> None:
         raise ValueError(f"threads: {threads} is less than 1")
     if spec.head_dim % 16 or spec.head_dim > 512:
         raise ValueError(f"head_dim: {spec.head_dim} is not a multiple of 16 up to 512")
-    if spec.n_heads % spec.n_kv_heads or spec.n_heads // spec.n_kv_heads > LARGEST_HEAD_REPEAT:
-        limit = f"a multiple, at most {LARGEST_HEAD_REPEAT}-fold, of {spec.n_kv_heads} KV heads"
-        raise ValueError(f"n_heads: {spec.n_heads} is not {limit}")
+    if spec.n_heads % spec.n_kv_heads:
+        raise ValueError(f"n_heads: {spec.n_heads} is not a multiple of {spec.n_kv_heads} KV heads")
 
 
 def _library(level: str | None) -> ctypes.CDLL:

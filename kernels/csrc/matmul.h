@@ -20,6 +20,13 @@ struct PanelScratch {
   alignas(64) uint8_t wide[kWideBlocks * 4096];
 };
 
+// Whether the reader's codes come from the matrix itself: false once they are widened.
+template <class Mode, class Reader>
+constexpr bool kFromMemory = true;
+template <class Mode, class Reader>
+  requires requires { typename Mode::Wide; }
+constexpr bool kFromMemory<Mode, Reader> = !std::is_same_v<Reader, typename Mode::Wide>;
+
 // acc[r][s..] += R rows x C vectors of outputs over `groups` groups, the first being number `group0` of the panel.
 // codes: of that first group's block; block_bytes: their distance.
 template <class Mode, class Reader, int G, int R, int C>
@@ -31,8 +38,7 @@ __attribute__((noinline)) void tile_groups(const Scales& scales, int group0, int
       for (auto& v : row) v = Mode::none();
     const int64_t g32 = static_cast<int64_t>(group0 + g) * G / 32;
     const uint8_t* at = codes + g * G / 32 * block_bytes + g * G % 32 / 8 * Reader::kOctetBytes;
-    constexpr bool kFromMemory = !std::is_same_v<Reader, typename Mode::Wide>;
-    if (kFromMemory && s == 0) prefetch_bytes(at + kAhead, static_cast<int>(block_bytes * G / 32));
+    if (kFromMemory<Mode, Reader> && s == 0) prefetch_bytes(at + kAhead, static_cast<int>(block_bytes * G / 32));
     const auto* x = in.x + static_cast<int64_t>(group0 + g) * G;
 #pragma GCC unroll 1
     for (int k = 0; k < G; k += 8, at += Reader::kOctetBytes)
@@ -66,7 +72,7 @@ __attribute__((noinline)) void tile_plain(int block0, int blocks, const uint8_t*
     for (int c = 0; c < C; c++) sum[r][c] = load(acc + r * 32 + (s + c) * 16);
   const auto* x = in.x + static_cast<int64_t>(block0) * 32;
   for (int b = 0; b < blocks; b++, codes += block_bytes) {
-    if (s == 0) prefetch_bytes(codes + kAhead, static_cast<int>(block_bytes));
+    if (kFromMemory<Mode, Reader> && s == 0) prefetch_bytes(codes + kAhead, static_cast<int>(block_bytes));
 #pragma GCC unroll 1
     for (int q = 0; q < 4; q++, x += 8)
       Mode::template octet<Reader, R, C>(sum, codes + q * Reader::kOctetBytes, s, x, in.stride);

@@ -85,6 +85,9 @@ struct WordsF32 {
   }
 };
 
+// Any kind widened to f32, in the first-level cache: nothing to ask memory for.
+struct WideF32 : WordsF32 {};
+
 // Calls f(Reader{}) with the reader of `kind`.
 template <class F>
 OFFBOOK_INLINE void with_reader(int32_t kind, F&& f) {

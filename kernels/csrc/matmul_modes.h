@@ -35,7 +35,7 @@ OFFBOOK_INLINE const T* plain(const T* p) {
 struct FloatMode {
   using Activation = float;
   using Sum = F16x;
-  using Wide = WordsF32;
+  using Wide = WideF32;
   static constexpr int kWideBytes = 4096, kWidenFrom = 25, kTile = kTileRows;
   static constexpr int columns(int rows) { return rows * 2 + 3 > kVectors ? 1 : 2; }  // vectors of 16 outputs
   static OFFBOOK_INLINE Sum none() { return zero(); }

@@ -6,6 +6,8 @@
 #include <initializer_list>
 #include <vector>
 
+#include "attention_plan.h"
+#include "attention_rows.h"
 #include "step_base.h"
 #include "step_layers.h"
 #include "step_memory.h"
@@ -18,8 +20,9 @@ class StepOf final : public Step {
   using Activation = typename Mode::Activation;
   using Element = typename Config::Kv::Element;
   using Forms = typename Inputs<Config>::Forms;
-  static constexpr int kOwnRows = 2;       // up to here every thread norms the rows for itself: cheaper than a phase
-  static constexpr int kLayerPhases = 10;  // at most: five steps of preparation, each with the phase that needs it
+  static constexpr int kPanelsTogether = 4;  // handed out at once, at most: nobody waits long for the last to end
+  static constexpr int kOwnRows = 2;         // up to here every thread norms the rows for itself: cheaper than a phase
+  static constexpr int kLayerPhases = 11;    // at most: five, each prepared in one of its own, and partitions merged
 
   struct alignas(64) Thread {
     PanelScratch panel;
@@ -40,7 +43,7 @@ class StepOf final : public Step {
 
   void forward(const Batch& batch) override {
     reserve(batch.rows, batch.logit_rows);
-    cut_tiles(batch);
+    plan_.cut(model_, batch, pool_.threads());
     start([&](Crew& crew) {
       copy_blocks(crew, batch);
       crew.run(batch.rows, spread(crew, batch.rows),
@@ -94,17 +97,6 @@ class StepOf final : public Step {
     final_.reserve(logit_rows, model_.hidden_padded);
   }
 
-  // Neighbouring rows of one sequence share a walk over its KV.
-  void cut_tiles(const Batch& batch) {
-    tiles_.clear();
-    for (int r = 0; r < batch.rows; r++) {
-      if (!tiles_.empty() && tiles_.back().count < kTileQueries && batch.row_sequence[r] == batch.row_sequence[r - 1])
-        tiles_.back().count++;
-      else
-        tiles_.push_back({r, 1});
-    }
-  }
-
   void copy_blocks(Crew& crew, const Batch& batch) {
     const int64_t bytes =
         int64_t{2} * kBlockTokens * model_.head_dim * model_.kv_heads * static_cast<int64_t>(sizeof(Element));
@@ -128,7 +120,7 @@ class StepOf final : public Step {
     int panels = 0;
     for (const Matrix* m : matrices) panels += m->panels;
     const int chunks = (rows + kChunkRows - 1) / kChunkRows;
-    const int together = rows > kTileRows ? 1 : std::max(1, panels / (crew.threads() * 5));
+    const int together = rows > kTileRows ? 1 : std::clamp(panels / (crew.threads() * 5), 1, kPanelsTogether);
     crew.run(panels * chunks, together, setup, [&](int i) {
       const int chunk = i / panels, begin = static_cast<int>(int64_t{rows} * chunk / chunks);
       const int n = static_cast<int>(int64_t{rows} * (chunk + 1) / chunks) - begin, panel = i % panels;
@@ -221,21 +213,40 @@ class StepOf final : public Step {
                            q_.get() + static_cast<int64_t>(row) * heads_width_,
                            kv + (block * model_.kv_heads + kv_head) * 2 * kBlockTokens * model_.head_dim);
     };
-    const bool single = batch.rows == 1;  // then a KV head's writer is its only reader
+    // Alone in one piece, a KV head's writer is its only reader.
+    const bool single = batch.rows == 1 && plan_.pieces().empty();
     if (!single)
       crew.run(batch.rows, spread(crew, batch.rows), [&](int row) {
         for (int h = 0; h < model_.kv_heads; h++) prepare(row, h);
       });
-    const int items = static_cast<int>(tiles_.size()) * model_.kv_heads;
-    crew.run(items, std::max(1, items / (crew.threads() * 16)), [&](int i) {
-      const int kv_head = i % model_.kv_heads;
-      const QueryTile tile = tiles_[i / model_.kv_heads];
-      if (single) prepare(0, kv_head);
-      const int64_t at = static_cast<int64_t>(tile.first) * heads_width_;
-      Attention<Config>(model_, kv, threads_[crew.thread()].attention.get())
-          .run(kv_head, tile.count, batch.positions + tile.first, table_of(batch, tile.first), q_.get() + at,
-               attended_.get() + at, heads_width_);
+    const int tiles = plan_.count(), items = tiles * model_.kv_heads, pieces = static_cast<int>(plan_.pieces().size());
+    if (!pieces) {
+      crew.run(items, std::max(1, items / (crew.threads() * 16)), [&](int i) {
+        if (single) prepare(0, i);
+        attention_of(crew, batch, kv, plan_.tile(i % tiles), i / tiles).run();
+      });
+      return;
+    }
+    crew.run(pieces * model_.kv_heads, 1, [&](int i) {
+      const auto [t, partition] = plan_.pieces()[i % pieces];
+      const int kv_head = i / pieces;
+      const QueryTile& tile = plan_.tile(t);
+      attention_of(crew, batch, kv, tile, kv_head).partition(partition, plan_.parts(model_, tile, kv_head, partition));
     });
+    crew.run(items, 1, [&](int i) {
+      const QueryTile& tile = plan_.tile(i % tiles);
+      attention_of(crew, batch, kv, tile, i / tiles)
+          .combine(tile.partitions, plan_.parts(model_, tile, i / tiles, 0));
+    });
+  }
+
+  Attention<Config> attention_of(Crew& crew, const Batch& batch, const Element* kv, const QueryTile& tile,
+                                 int kv_head) {
+    const int64_t at = static_cast<int64_t>(tile.first) * heads_width_;
+    return {model_, kv, kv_head,
+            {tile.count, batch.positions + tile.first, table_of(batch, tile.first), q_.get() + at, attended_.get() + at,
+             heads_width_},
+            threads_[crew.thread()].attention.get()};
   }
 
   static const int32_t* table_of(const Batch& batch, int row) {
@@ -246,7 +257,7 @@ class StepOf final : public Step {
   Pool& pool_;
   std::vector<Thread> threads_;
   std::vector<Phase> phases_;
-  std::vector<QueryTile> tiles_;
+  AttentionPlan plan_;
   int64_t widest_ = 0, qkv_width_ = 0, heads_width_ = 0;
   Buffer<float> x_, qkv_, attended_, gated_;
   Buffer<Activation> q_;

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from offbook.kernels.build import LEVEL_FLAGS, cpu_level
+from offbook.kernels import build
+from offbook.kernels.build import cpu_levels
 from offbook.kernels.cpu_device import CpuDevice
 from offbook.kernels.params import SamplingParams
 from offbook.kernels.spec import RopeSpec
@@ -138,12 +139,6 @@ def test_bits_do_not_depend_on_the_crowd(lab: Any, dtype: Dtype) -> None:
     cpu.close()
 
 
-def levels() -> list[str]:
-    """The levels that this machine runs, best first: LEVEL_FLAGS holds them in that order."""
-    order = list(LEVEL_FLAGS)
-    return order[order.index(cpu_level()) :]
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", [MIXED, "Q4_K", "Q6_K", "F16"], ids=["mixed", "q4k", "q6k", "f16"])
 def test_all_cpu_levels_give_the_same_bits(lab: Any, kind: Any, dtype: Dtype) -> None:
@@ -152,12 +147,36 @@ def test_all_cpu_levels_give_the_same_bits(lab: Any, kind: Any, dtype: Dtype) ->
     model = lab.model(seed=8, kind=kind, n_layers=1, **shape)
     ids = ids_of(model, 40)
     answers = []
-    for level in levels():
+    for level in cpu_levels():
         cpu = device(model, dtype, level=level)
         first = logits(cpu, lab.batch((ids[:-1], 0, range(3))))
         answers.append(np.concatenate([first, logits(cpu, lab.batch((ids[-1:], 39, range(3))))]))
         cpu.close()
-    assert all(np.array_equal(a, answers[0]) for a in answers), levels()
+    assert all(np.array_equal(a, answers[0]) for a in answers), cpu_levels()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_long_contexts_give_the_same_bits_however_they_are_cut(lab: Any, dtype: Dtype) -> None:
+    """Several partitions of attention: by tiles and by single rows, cut among threads, in a crowd, at any level."""
+    model = lab.model(seed=12, kind=MIXED, n_heads=6, context_length=1024)
+    ids, table = ids_of(model, 600), range(38)
+    others = [(ids_of(model, 300, seed), 0, range(seed, seed + 19)) for seed in range(40, 140, 20)]
+    best, *rest = cpu_levels()
+    whole = None
+    for level, ways in ((best, ((2, 600), (1, 250), (3, 37))), *((other, ((2, 300),)) for other in rest)):
+        for threads, chunk in ways:
+            cpu = device(model, dtype, threads, 140, level)
+            got = [logits(cpu, lab.batch((ids[i : i + chunk], i, table))) for i in range(0, 600, chunk)]
+            got += [logits(cpu, lab.batch((ids[i : i + 1], i, table))) for i in range(596, 600)]
+            got.append(logits(cpu, lab.batch((ids[-7:], 593, table), *others))[:7])
+            cpu.close()
+            rows = np.concatenate(got).view(np.uint32)
+            whole = rows[:600] if whole is None else whole
+            expected = np.concatenate([whole, whole[596:], whole[593:]])
+            assert np.array_equal(rows, expected), (level, threads, chunk)
+    assert whole is not None
+    error = (whole.view(np.float32) - model.truth(ids)).std() / whole.view(np.float32).std()
+    assert error < (1e-5 if dtype == "float32" else 0.03)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -188,6 +207,23 @@ def test_copied_blocks_continue_as_the_original(lab: Any) -> None:
     got = logits(cpu, lab.batch((ids[25:], 25, [8, 9]), copies=[(1, 9), (0, 8)]))
     assert np.array_equal(got, want)
     cpu.close()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "levels"),
+    [
+        ("AuthenticAMD", "avx512_vnni avx512_bf16", ("avx512bf16", "avx512vnni", "avx512", "avx2", "generic")),
+        ("GenuineIntel", "avx512_vnni avx512_bf16", ("avx512vnni", "avx512bf16", "avx512", "avx2", "generic")),
+        ("GenuineIntel", "", ("avx512", "avx2", "generic")),
+    ],
+)
+def test_the_pair_product_comes_second_on_intel(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, levels: tuple[str, ...]
+) -> None:
+    has = {"vendor_id": vendor, "flags": f"avx2 fma f16c bmi2 {' '.join(build.AVX512)} {flags}"}
+    monkeypatch.setattr(build, "_cpuinfo", has.__getitem__)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert cpu_levels.__wrapped__() == levels
 
 
 def sampling(batch: StepBatch, kinds: list[int], starts: list[int], forced: list[int]) -> StepBatch:
