@@ -94,7 +94,7 @@ class Cuda:
 
     def synchronize(self) -> None:
         """Waits for everything that was sent. Raises what went wrong there."""
-        self._stream.synchronize()
+        self._torch.cuda.current_stream().synchronize()
 
     def release(self) -> None:
         """Gives memory that is no longer used back to the driver."""

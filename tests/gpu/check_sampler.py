@@ -48,59 +48,52 @@ def step(v: int, rows: int, seed: int) -> tuple[Any, Any, Any]:
     return logits, make_batch(params, mask_rows=[i % 3 if i % 3 == 0 else -1 for i in range(rows)]), pack_masks(allowed)
 
 
-def make(v: int, rows: int) -> GpuSampler:
-    return GpuSampler(Cuda(), v, 1, rows=rows, runs=rows, mask_rows=3)
-
-
-def on_gpu(sampler: GpuSampler, logits: Any, batch: Any, masks: Any) -> Any:
+def sample(cuda: Cuda, sampler: GpuSampler, logits: Any, batch: Any, masks: Any) -> Any:
     result = new_result(batch)
-    sampler.sample(torch.from_numpy(logits).cuda(), batch, 0, len(logits), masks, result)
+    sampler.sample(cuda.put(logits), batch, 0, len(logits), masks, result)
     return result
 
 
-def check_bits(v: int) -> None:
-    sampler = make(v, max(BATCHES))
-    for rows in BATCHES:
+def check_bits(cuda: Cuda, v: int, batches: tuple[int, ...]) -> None:
+    most = max(batches)
+    sampler = GpuSampler(cuda, v, 1, rows=most, runs=most, mask_rows=3)
+    for rows in batches:
         logits, batch, masks = step(v, rows, seed=rows)
         right = run_step(Sampler(v, 0), logits, batch, masks)
-        result = on_gpu(sampler, logits, batch, masks)
+        result = sample(cuda, sampler, logits, batch, masks)
         assert bits(result) == bits(right), (v, rows, np.flatnonzero(result.token != right.token))
         assert result.run_mu.tobytes() == right.run_mu.tobytes(), (v, rows)
         say(f"V={v} B={rows}: the CPU's bits")
-    order = np.random.default_rng(0).permutation(max(BATCHES))
+    order = np.random.default_rng(0).permutation(rows)
     mixed = make_batch([batch.run_params[i] for i in order], mask_rows=batch.row_mask[order].tolist())
-    shuffled = on_gpu(sampler, logits[order], mixed, masks)
+    shuffled = sample(cuda, sampler, logits[order], mixed, masks)
     for name in ("token", "kept", "logprob", "sampling_logprob"):
         assert getattr(shuffled, name).tobytes() == getattr(result, name)[order].tobytes(), name
     say(f"V={v}: a row's result does not depend on its place")
 
 
-def check_graph(v: int) -> None:
-    sampler = make(v, 64)
-    logits, batch, masks = step(v, 64, seed=1)
-    device_logits = torch.from_numpy(logits).cuda()
-    sampler.stage(device_logits, batch, 0, 64, masks)
-    sampler.launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        sampler.launch()
+def check_graph(cuda: Cuda, v: int, rows: int) -> None:
+    sampler = GpuSampler(cuda, v, 1, rows=rows, runs=rows, mask_rows=3)
+    logits, batch, masks = step(v, rows, seed=1)
+    on_device = cuda.put(logits)
+    sampler.stage(on_device, batch, 0, rows, masks)
+    replay = cuda.capture(sampler.launch)
     for seed in (2, 3):
-        logits, batch, masks = step(v, 64, seed)
-        device_logits.copy_(torch.from_numpy(logits))
-        sampler.stage(device_logits, batch, 0, 64, masks)
-        graph.replay()
+        logits, batch, masks = step(v, rows, seed)
+        on_device.copy_(torch.from_numpy(logits))
+        sampler.stage(on_device, batch, 0, rows, masks)
+        replay()
         result = new_result(batch)
-        sampler.collect(batch, 0, 64, result)
+        sampler.collect(batch, 0, rows, result)
         assert bits(result) == bits(run_step(Sampler(v, 0), logits, batch, masks)), seed
     say(f"V={v}: a captured graph replays other steps with the CPU's bits")
 
 
-def time_kernels() -> None:
+def time_kernels(cuda: Cuda) -> None:
     event_type: Any = torch.cuda.Event
     say(f"{'V':>7} {'B':>4} " + " ".join(f"{name:>12}" for name in TIMED) + f" {'one read':>9}   (us)")
     for v, rows in ((v, rows) for v in VOCABULARIES for rows in (1, 64, 256)):
-        sampler, line = make(v, rows), []
+        sampler, line = GpuSampler(cuda, v, 1, rows=rows, runs=rows), []
         logits = torch.randn(rows, v, device="cuda") * 3
         for features in TIMED.values():
             batch = make_batch([SamplingParams(seed=i, **features) for i in range(rows)])
@@ -119,18 +112,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this check needs a CUDA device: nothing was run")
     say(torch.cuda.get_device_name())
-    if "--short" in sys.argv:  # what compute-sanitizer watches
-        logits, batch, masks = step(5003, 28, seed=0)
-        right = run_step(Sampler(5003, 0), logits, batch, masks)
-        assert bits(on_gpu(make(5003, 28), logits, batch, masks)) == bits(right)
-        return
-    start = time.monotonic()
-    for v in VOCABULARIES:
-        check_bits(v)
-    check_graph(VOCABULARIES[0])
-    time_kernels()
+    start, cuda = time.monotonic(), Cuda()
+    with cuda.active():
+        if "--short" in sys.argv:  # what compute-sanitizer watches
+            return check_bits(cuda, 5003, (28,))
+        for v in VOCABULARIES:
+            check_bits(cuda, v, BATCHES)
+        check_graph(cuda, VOCABULARIES[0], 64)
+        time_kernels(cuda)
     sanitize(__file__)
     say(f"done in {time.monotonic() - start:.0f} s")
+    return None
 
 
 if __name__ == "__main__":

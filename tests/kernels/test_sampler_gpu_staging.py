@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,13 @@ def test_cupy_is_imported_only_when_it_is_needed() -> None:
     if importlib.util.find_spec("cupy") is None:
         with pytest.raises((ImportError, RuntimeError)):
             Cuda()
+
+
+def test_the_check_for_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prepared script's own checks, on fibers: when a GPU comes, the script is not what fails."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "gpu"))
+    check = importlib.import_module("check_sampler")
+    cuda = HostCuda()
+    with cuda.active():
+        check.check_bits(cuda, V, (1, 30))
+        check.check_graph(cuda, V, 30)
