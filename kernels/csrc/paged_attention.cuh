@@ -45,9 +45,9 @@ struct AttentionStep {
   float scale;
 };
 
-// Consecutive elements, read at once.
+// Consecutive elements, read at once where their number allows it.
 template <int N>
-struct alignas(N * sizeof(Element)) Pack {
+struct alignas((N & (N - 1)) == 0 ? N * sizeof(Element) : sizeof(Element)) Pack {
   Element at[N];
 };
 
