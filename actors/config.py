@@ -55,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_compile_s: float = 5.0
     grammar_compilers: int = 2  # compilations at a time: the rest of the machine goes on serving
     grammars_kept: int = 128
+    grammar_token_ms: float = 10.0  # a choice's grammar, on average a token: four times what the heaviest schemas take
     grammar_lenient: bool = False
     draft_tokens_max: int = 64  # draft rows a step, shared among the sequences that decode in it
     prompt_lookup: bool = False  # draft from the prompt for every request
