@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..kernels.step import U32
+from . import grammar_meter
 from .grammar_meter import Meter
 from .grammar_schema import Loc
 
@@ -71,8 +72,9 @@ class Matcher:
 
         Raises ConstraintError when the grammar turns out too complex at this place.
         """
-        with self._meter.work(on_loop=False):
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        began = grammar_meter.clock()
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._meter.charge(began, on_loop=False)
         if self._matcher.is_error():
             raise _too_complex(self._matcher)
         if not end and not self._matcher.is_stopped():
@@ -133,15 +135,18 @@ class Matcher:
         another spelling of the same text is allowed too. Empty when there is a choice, or when finished."""
         if self._matcher.is_stopped() or not self._far_sighted:
             return []
-        with self._meter.work(on_loop=True):
-            forced = self._matcher.compute_ff_tokens()
+        began = grammar_meter.clock()
+        forced = self._matcher.compute_ff_tokens()
+        self._meter.charge(began, on_loop=True)
         self._back(0, on_loop=True)
         ends = (i for i, token_id in enumerate(forced) if token_id in self._eos_ids)
         return forced[: next(ends, len(forced))]
 
     def _try(self, token_id: int, *, on_loop: bool) -> bool:
-        with self._meter.work(on_loop=on_loop):
-            return self._matcher.try_consume_tokens([token_id]) == 1
+        began = grammar_meter.clock()
+        taken = self._matcher.try_consume_tokens([token_id]) == 1
+        self._meter.charge(began, on_loop=on_loop)
+        return taken
 
     def _foresee(self, draft: int, *, on_loop: bool) -> bool:
         """Look ahead by one more token, if there is a way and time for it."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 BURST_TOKENS = 8  # an answer may be ahead of its budget by so many tokens' worth
 LOOP_WEIGHT = 8  # time on the event loop counts so often: all streams stand still, a mask is filled beside the device
@@ -31,15 +29,11 @@ class Meter:
         self._debt_s = 0.0
         self.overspent = False  # for good: what is too dear now would be dearer later
 
-    @contextmanager
-    def work(self, *, on_loop: bool) -> Iterator[None]:
-        """Charge for the block."""
-        began = clock()
-        try:
-            yield
-        finally:
-            self._debt_s += (clock() - began) * (LOOP_WEIGHT if on_loop else 1)
-            self.overspent = self.overspent or self._debt_s > BURST_TOKENS * self._token_s
+    def charge(self, began: float, *, on_loop: bool) -> None:
+        """Pay for what has been done since the clock said ``began``."""
+        self._debt_s += (clock() - began) * (LOOP_WEIGHT if on_loop else 1)
+        if self._debt_s > BURST_TOKENS * self._token_s:
+            self.overspent = True
 
     def earn(self) -> None:
         """One more token has been written."""

@@ -58,8 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
 
 def spend(meter: Meter, clock: FakeClock, ms: float, *, on_loop: bool = False) -> None:
     clock.call_s = ms / 1e3
-    with meter.work(on_loop=on_loop):
-        """Nothing but what the clock says."""
+    meter.charge(clock(), on_loop=on_loop)
 
 
 @pytest.mark.parametrize("on_loop", [False, True])
