@@ -89,7 +89,7 @@ class Constraint:
 
     def matcher(self, meter: Meter | None = None) -> Matcher:
         """A fresh matcher at the beginning of an answer; without a ``meter`` it may take what time it likes."""
-        return Matcher(self._start, self._vocabulary.eos_ids, meter or Meter())
+        return Matcher(self._start, self._vocabulary.tokenizer, self._vocabulary.eos_ids, meter or Meter())
 
 
 def compile_constraint(

@@ -16,7 +16,7 @@ from .grammar_meter import Meter
 from .grammar_schema import Loc
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 
 class ConstraintError(Exception):
@@ -28,9 +28,10 @@ class ConstraintError(Exception):
         self.loc = loc
 
 
+FORCED_BYTES = 256  # of forced text, looked at before each token: about what a step drafts; spelling 10 kB takes 8 ms
 TOO_DEAR = (
-    "the grammar takes too long to follow: what is written can be read in too many ways; simplify it so that each text "
-    "has one reading (write a list as item* or item+, not as list ::= list list)"
+    "the grammar takes too long to follow: a text in it is very long, or what is written can be read in too many ways; "
+    "simplify it so that each text has one reading (write a list as item* or item+, not as list ::= list list)"
 )
 
 
@@ -38,10 +39,11 @@ class Matcher:
     """Where one choice stands in its grammar. A place that is too complex for the library leaves its matcher unusable:
     when that is met while looking ahead, it starts again from the beginning, and never looks ahead after that."""
 
-    __slots__ = ("_eos_ids", "_far_sighted", "_matcher", "_meter", "_start", "_taken", "_too_complex")
+    __slots__ = ("_eos_ids", "_far_sighted", "_matcher", "_meter", "_start", "_taken", "_tokenizer", "_too_complex")
 
-    def __init__(self, start: LLMatcher, eos_ids: tuple[int, ...], meter: Meter) -> None:
+    def __init__(self, start: LLMatcher, tokenizer: LLTokenizer, eos_ids: tuple[int, ...], meter: Meter) -> None:
         self._start = start
+        self._tokenizer = tokenizer
         self._matcher = start.deep_copy()
         self._taken: list[int] = []
         self._far_sighted = True
@@ -72,6 +74,7 @@ class Matcher:
 
         Raises ConstraintError when the grammar turns out too complex at this place.
         """
+        self._meter.earn()
         began = grammar_meter.clock()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._meter.charge(began, on_loop=False)
@@ -87,7 +90,6 @@ class Matcher:
     def consume(self, token_id: int) -> bool:
         """Move on by a token; False, and no move, when it is not allowed here (or what follows is too complex: then
         ``fill`` says so)."""
-        self._meter.earn()
         taken = self._try(token_id, on_loop=True)
         if taken:
             self._taken.append(token_id)
@@ -131,12 +133,16 @@ class Matcher:
         return fits
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that the grammar leaves no choice about, spelled as the tokenizer would spell them: drafts, since
-        another spelling of the same text is allowed too. Empty when there is a choice, or when finished."""
+        """The next tokens that the grammar leaves no choice about, spelled as the tokenizer would spell them: drafts,
+        since another spelling of the same text is allowed too. Empty when there is a choice, or when finished."""
         if self._matcher.is_stopped() or not self._far_sighted:
             return []
         began = grammar_meter.clock()
-        forced = self._matcher.compute_ff_tokens()
+        text = self._matcher.compute_ff_bytes()
+        if len(text) > FORCED_BYTES:
+            forced = self._tokenizer.tokenize_bytes(text[:FORCED_BYTES])[:-2]  # the cut may have changed the last ones
+        else:
+            forced = self._matcher.compute_ff_tokens()
         self._meter.charge(began, on_loop=True)
         self._back(0, on_loop=True)
         ends = (i for i, token_id in enumerate(forced) if token_id in self._eos_ids)

@@ -14,13 +14,14 @@ import math
 import time
 
 BURST_TOKENS = 8  # an answer may be ahead of its budget by so many tokens' worth
-LOOP_WEIGHT = 8  # time on the event loop counts so often: all streams stand still, a mask is filled beside the device
+LOOP_WEIGHT = 4  # time on the event loop counts so often: all streams stand still, a mask is filled beside the device
 
 clock = time.thread_time  # a test's own takes its place
 
 
 class Meter:
-    """The account of one answer: every token earns ``token_ms``, all work on its grammar is paid from that."""
+    """The account of one answer: every mask, of a token or of a draft, earns ``token_ms``; all work on its grammar is
+    paid from that."""
 
     __slots__ = ("_debt_s", "_token_s", "overspent")
 
@@ -36,5 +37,5 @@ class Meter:
             self.overspent = True
 
     def earn(self) -> None:
-        """One more token has been written."""
+        """One more mask is filled."""
         self._debt_s = max(self._debt_s - self._token_s, 0.0)
