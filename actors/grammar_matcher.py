@@ -100,8 +100,10 @@ class Matcher:
         the drafts fit; nothing is allowed in the others. Returns how many fit; the matcher does not move. ``end_from``:
         the first row at which an end token counts as one (see ``fill``), None for none.
 
-        Raises ConstraintError when the grammar turns out too complex for the next token.
+        Raises ConstraintError when the grammar turns out too complex for the next token, or has failed already.
         """
+        if self.failure is not None:  # it may not be back where it stood: no token is to come of that
+            raise self.failure
         fits = 0
         try:
             self.fill(rows[0], end=end_from == 0)
