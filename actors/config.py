@@ -13,6 +13,7 @@ import msgspec
 AT_LEAST_ONE = (
     "threads", "context_length", "kv_bytes", "running_max", "step_tokens_max", "queue_max", "queue_tokens_max",
     "prompts_max", "choices_max", "client_share_max", "default_max_tokens", "grammar_compilers", "applies_max",
+    "grammar_token_ms",
 )  # fmt: skip
 
 
