@@ -176,7 +176,8 @@ class _Desk:
                 self._abandon(ticket)
 
     def _abandon(self, ticket: Ticket) -> None:
-        self._metrics.requests.labels("abandoned").inc()
+        if not ticket.ended:  # else it was refused while it was prepared, and left with that
+            self._metrics.requests.labels("abandoned").inc()
         self._leave(ticket)
 
     def _leave(self, ticket: Ticket) -> None:

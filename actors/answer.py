@@ -61,7 +61,8 @@ class Answer:
     """An async iterable of ``Delta``; see the attributes. ``usage`` and ``timings`` are final after the last delta.
 
     Iterating raises CompletionError children, after the deltas that came before: StepFailed when the device failed,
-    DeadlineExceeded, EngineOverloaded when a request with priority took its place in the queue.
+    InvalidRequest when its grammar cannot be followed any further, DeadlineExceeded, EngineOverloaded when a request
+    with priority took its place in the queue.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from typing import NamedTuple, assert_never
 import trio
 
 from .choice import Choice
+from .errors import CompletionError, Failure, InvalidRequest, StepFailed
 from .messages import (
     AdmissionMail,
     Admitted,
@@ -120,7 +121,11 @@ class _Batcher:
         for work, gain in zip(plan.works, gains, strict=True):
             if gain.error:  # what gave a NaN once is not to be given to others
                 self._scheduler.distrust(work, plan.step_id)
-                self._fail(gain.sequence, "the model's output is not a number, or no token is allowed")
+            if gain.refusal is not None:
+                told = Failure(tuple(gain.refusal.loc), gain.refusal.message, "too_complex")
+                self._fail(gain.sequence, InvalidRequest(told, status=400))
+            elif gain.error:
+                self._fail(gain.sequence, _broken("the model's output is not a number, or no token is allowed"))
             elif gain.finish is not None:
                 self._finish(gain.sequence)
 
@@ -138,7 +143,7 @@ class _Batcher:
         self._metrics.failed_steps.inc()
         for work in broken.step.plan.works:
             self._scheduler.distrust(work, broken.step.plan.step_id)
-            self._fail(work.sequence, broken.reason)
+            self._fail(work.sequence, _broken(broken.reason))
 
     def advance(self) -> Plan | None:
         """Plan and send the next step, unless one is out; the plan of what was sent."""
@@ -215,10 +220,14 @@ class _Batcher:
         for sequence in ticket.sequences:
             self._finish(sequence)
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
+    def _fail(self, sequence: Sequence, error: CompletionError) -> None:
         """Let a sequence go; whether its request fails is fan-out's to say, who knows whether its text is complete."""
         self._finish(sequence)
-        self._failed.append(Failed(sequence, reason))
+        self._failed.append(Failed(sequence, error))
+
+
+def _broken(reason: str) -> StepFailed:
+    return StepFailed(f"the request failed while it was computed: {reason}")
 
 
 def _ticket(sequence: Sequence) -> Ticket:

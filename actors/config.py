@@ -13,6 +13,7 @@ import msgspec
 AT_LEAST_ONE = (
     "threads", "context_length", "kv_bytes", "running_max", "step_tokens_max", "queue_max", "queue_tokens_max",
     "prompts_max", "choices_max", "client_share_max", "default_max_tokens", "grammar_compilers", "applies_max",
+    "grammar_token_ms",
 )  # fmt: skip
 
 
@@ -55,6 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_compile_s: float = 5.0
     grammar_compilers: int = 2  # compilations at a time: the rest of the machine goes on serving
     grammars_kept: int = 128
+    grammar_token_ms: float = 10.0  # a choice's grammar, on average a token: four times what the heaviest schemas take
     grammar_lenient: bool = False
     draft_tokens_max: int = 64  # draft rows a step, shared among the sequences that decode in it
     prompt_lookup: bool = False  # draft from the prompt for every request

@@ -30,11 +30,12 @@ from .choice import Choice
 from .config import EngineConfig
 from .constraints import Constraints
 from .drafts import Prediction, PromptLookup
-from .errors import EngineUnavailable, ModelNotFound
+from .errors import CompletionError, EngineUnavailable, ModelNotFound
 from .events import Context
 from .execution import execution
 from .fanout import fanout
 from .grammar import Constraint
+from .grammar_meter import Meter
 from .inspection import EngineView, engine_view
 from .loading import Loaded, Progress, load_model
 from .messages import AdmissionMail, Apply, BatchingMail, Enqueue, ExecutionMail, FanoutMail
@@ -197,8 +198,13 @@ class Engine:
             self._send(Apply(ticket))
             await answer.accepted()
             with answer.in_time():
-                plan = await self._plan(request)
-                constraint = await self._constraints.get(request.response_format)
+                try:
+                    plan = await self._plan(request)
+                    constraint = await self._constraints.get(request.response_format)
+                except CompletionError:
+                    ticket.ended = True  # not abandoned: its caller did not leave by itself
+                    self._metrics.requests.labels("refused").inc()
+                    raise
             self._fill(ticket, answer, plan, context, constraint)
             self._send(Enqueue(ticket))
             yield answer
@@ -275,7 +281,7 @@ class Engine:
                     eos_ids=frozenset() if request.ignore_eos else frozenset(self.tokenizer.eos_ids),
                     score_from=len(prompt) - wants.echo if wants.rows and wants.echo else None,
                     namespace=namespace_of(request, context), cache_limit=request.prompt_cache_max_len, keep=keep,
-                    matcher=constraint.matcher() if constraint is not None else None,
+                    matcher=constraint.matcher(Meter(self.config.grammar_token_ms)) if constraint is not None else None,
                     drafter=drafter.fresh() if drafter is not None else None,
                     thinking=thinking.fresh() if thinking is not None else None,
                 )  # fmt: skip

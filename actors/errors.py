@@ -33,8 +33,9 @@ class CompletionError(Exception):
 
 
 class InvalidRequest(CompletionError):
-    """The request breaks the schema (422) or is one that this model cannot serve (400). All failures at once, in so far
-    as they are fewer than ``FAILURES_TOLD``: a body can hold a hundred thousand."""
+    """The request breaks the schema (422) or is one that this model cannot serve (400): of a grammar, that may show in
+    the midst of an answer. All failures at once, in so far as they are fewer than ``FAILURES_TOLD``: a body can hold a
+    hundred thousand."""
 
     code = "invalid_request_error"
 

@@ -11,7 +11,7 @@ from typing import assert_never
 import trio
 
 from .choice import Choice
-from .errors import StepFailed
+from .errors import CompletionError
 from .events import Delta, Speculation
 from .messages import BatchingMail, Failed, FanoutMail, Gained, Stopped
 from .metrics import EngineMetrics
@@ -30,8 +30,8 @@ async def fanout(
             match message:
                 case Gained():
                     _deliver(message, batching, metrics)
-                case Failed(sequence=sequence, reason=reason):
-                    _fail(sequence, reason, batching, metrics)
+                case Failed(sequence=sequence, error=error):
+                    _fail(sequence, error, batching, metrics)
                 case _:
                     assert_never(message)
 
@@ -64,7 +64,7 @@ def _deliver(message: Gained, batching: trio.MemorySendChannel[BatchingMail], me
 
 
 def _fail(
-    sequence: Sequence, reason: str, batching: trio.MemorySendChannel[BatchingMail], metrics: EngineMetrics
+    sequence: Sequence, error: CompletionError, batching: trio.MemorySendChannel[BatchingMail], metrics: EngineMetrics
 ) -> None:
     """End the request with an error, unless a stop string had ended this choice before the step that failed."""
     choice = sequence.owner
@@ -72,7 +72,7 @@ def _fail(
     ticket = choice.ticket
     if ticket.ended or choice.finish_reason is not None:
         return
-    _send(ticket, StepFailed(f"the request failed while it was computed: {reason}"))
+    _send(ticket, error)
     _end(ticket)
     metrics.requests.labels("failed").inc()
     for other in ticket.choices:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .grammar_gbnf import GbnfError
 from .grammar_lark import gbnf_to_lark
 from .grammar_matcher import ConstraintError, Matcher, reason
+from .grammar_meter import Meter
 from .grammar_schema import Loc, SchemaError, from_text, normalise
 from .grammar_stack import with_deep_stack
 from .request import ResponseFormat
@@ -86,9 +87,9 @@ class Constraint:
         self.source = source
         self.warnings = warnings
 
-    def matcher(self) -> Matcher:
-        """A fresh matcher at the beginning of an answer."""
-        return Matcher(self._start, self._vocabulary.eos_ids)
+    def matcher(self, meter: Meter | None = None) -> Matcher:
+        """A fresh matcher at the beginning of an answer; without a ``meter`` it may take what time it likes."""
+        return Matcher(self._start, self._vocabulary.tokenizer, self._vocabulary.eos_ids, meter or Meter())
 
 
 def compile_constraint(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from ..kernels.step import StepResult
+from .errors import CompletionError
 from .sequence import Sequence
 from .steps import Gain, Step
 from .ticket import Ticket
@@ -96,7 +97,7 @@ class Failed(msgspec.Struct, frozen=True):
     complete."""
 
     sequence: Sequence
-    reason: str
+    error: CompletionError
 
 
 FanoutMail = Gained | Failed

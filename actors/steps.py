@@ -43,13 +43,15 @@ class Step:
 @dataclass(slots=True)
 class Gain:
     """What one sequence got out of a step: tokens (from logits row ``first_row`` on, one a row), and an error bit if
-    what comes after them could not be computed. What an answer does not need any more cannot be in error."""
+    what comes after them could not be computed, or why its grammar cannot be followed any further. What an answer does
+    not need any more cannot be in error."""
 
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
     first_row: int = 0
     finish: str | None = None
     error: int = 0
+    refusal: ConstraintError | None = None
 
 
 class _Runs:
@@ -171,6 +173,7 @@ def harvest(step: Step, result: StepResult, scheduler: Scheduler) -> list[Gain]:
             work.sequence.mu = mu
         if not gain.finish:
             gain.error = max(errors[start:stop])
+            gain.refusal = work.sequence.matcher.failure if work.sequence.matcher is not None else None
         if kind == SCORE and not gain.error:
             _take_scores(work, range(start, stop), result, batch)
     for work in step.plan.works:
@@ -201,7 +204,7 @@ def _take_tokens(gain: Gain, work: Work, drawn: list[int]) -> None:
         if sequence.thinking is not None and not constrained:  # what a grammar spells opens no block
             sequence.thinking.push(token)
         gain.finish = sequence.take(token)
-        if constrained and sequence.matcher is not None:
+        if constrained and sequence.matcher is not None and sequence.matcher.failure is None:
             sequence.matcher.consume(token)
             if sequence.matcher.finished:
                 gain.finish = "stop"

@@ -69,7 +69,7 @@ class Ticket:
     prediction_tokens: int = 0  # length of the predicted output
     concurrent: int = 0  # requests in progress when its first step was sent
     abandoned: bool = False  # the caller has closed its end (a mark, since every step asks every ticket)
-    ended: bool = False  # answered, failed or abandoned: it is counted as that, and nothing more is sent
+    ended: bool = False  # answered, failed, refused or abandoned: it is counted as that, and nothing more is sent
 
     def timings(self) -> Timings:
         """The stages, each from the end of the one before; what never happened takes no time."""

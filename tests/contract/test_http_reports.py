@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from raw_http import Answered, connect, request_bytes
 from sim_device import VOCABULARY, SimDevice
 from sim_executor import SimExecutor
 
+from offbook.actors import grammar_meter
 from offbook.actors.execution import StepError
 from offbook.actors.request import CompletionRequest
 from offbook.actors.steps import Step
@@ -279,6 +281,23 @@ async def test_b136_b137_an_error_in_mid_stream_is_an_event_of_its_own(n: int) -
         assert last["choices"] == []
         assert last["error"].items() >= {"object": "error", "code": "internal_server_error", "status_code": 500}.items()
         assert all(choice["finish_reason"] is None for event in before for choice in event["choices"])
+        await door.settled()
+        assert await door.canary()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_takes_too_long_names_its_field(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(
+        grammar_meter, "clock", map(float, count()).__next__
+    )  # every look at the grammar takes a second
+    fields = {"response_format": {"type": "grammar", "grammar": "root ::= [a-z]*"}, "ignore_eos": True}
+    async with door_on() as door:
+        answer = await door.completion(max_tokens=50, stream=stream, **fields)
+        error = (answer.events[-1] if stream else answer.json)["error"]
+        assert answer.status == (200 if stream else 400)
+        assert (error["code"], error["param"]) == ("invalid_request_error", "response_format")
+        assert error.get("status_code") == (400 if stream else None)
+        assert "simplify it" in error["message"]
         await door.settled()
         assert await door.canary()
 
