@@ -192,5 +192,5 @@ class _Desk:
 
     @staticmethod
     def _reply(ticket: Ticket, event: Accepted | CompletionError) -> None:
-        if not ticket.abandoned:  # else the next sweep finds it
+        if not ticket.abandoned and not ticket.ended:  # else the next sweep finds it
             ticket.reply.send_nowait(event)

@@ -58,7 +58,8 @@ class _Held:
 
 
 class Answer:
-    """An async iterable of ``Delta``; see the attributes. ``usage`` and ``timings`` are final after the last delta.
+    """An async iterable of ``Delta``; see the attributes. ``usage`` and ``timings`` are final after the last delta;
+    of an answer that was left early they are what had been computed.
 
     Iterating raises CompletionError children, after the deltas that came before: StepFailed when the device failed,
     InvalidRequest when its grammar cannot be followed any further, DeadlineExceeded, EngineOverloaded when a request
@@ -84,12 +85,13 @@ class Answer:
         self.speculation: Speculation | None = None
         self.concurrent_requests = 0
         self._events = events
-        self._ticket = ticket  # to be marked, no more
+        self._ticket = ticket  # to be marked when this is closed, and asked for figures; no more
         self._deadline = deadline
         self._buffering = buffering
         self._held: dict[int, _Held] = {}
         self._ready: deque[Delta] = deque()
         self._ended = False
+        self._whole = False  # ended well: its figures are final
         self._error: CompletionError | None = None  # what it ended with, until it has been raised
 
     async def accepted(self) -> None:
@@ -103,6 +105,10 @@ class Answer:
         """Abandon what has not been received; the engine frees it within one step. Synchronous, never fails."""
         self._events.close()
         self._ticket.abandoned = True
+        if not self._whole:
+            self.usage = self._ticket.usage()
+            if self._ticket.first_token_at is not None:
+                self.timings = self._ticket.timings()
 
     def __aiter__(self) -> Self:
         return self
@@ -180,7 +186,7 @@ class Answer:
     def _take(self, event: Event) -> None:
         match event:
             case Ended():
-                self._ended = True
+                self._ended = self._whole = True
                 self.usage, self.timings = event.usage, event.timings
                 self.speculation, self.concurrent_requests = event.speculation, event.concurrent_requests
             case CompletionError():

@@ -166,6 +166,15 @@ class Engine:
         """Refuse new requests from now on; what is in progress goes on."""
         self.state = "draining"
 
+    def end_answers(self) -> None:
+        """End every open answer with EngineUnavailable, after what has been made of it: no more time is given."""
+        for ticket in self._tickets.values():
+            if not ticket.ended and not ticket.abandoned:
+                ticket.reply.send_nowait(EngineUnavailable("the server stops: send this elsewhere, or again", 5.0))
+                ticket.reply.close()
+                ticket.ended = True
+                self._metrics.requests.labels("failed").inc()
+
     async def idle(self) -> None:
         """Wait until no answer is open."""
         await self._idle.wait()

@@ -88,7 +88,7 @@ class Exchange:
                 "choices": len(answer.prompts) * answer.n, "seed": answer.seed,
                 "prompt_tokens": answer.usage.prompt_tokens, "completion_tokens": answer.usage.completion_tokens,
                 "cached_tokens": answer.usage.cached_tokens,
-                "first_token_ms": round(answer.timings.first_token_s * 1e3, 1),
+                "first_token_ms": round(answer.timings.first_token_s * 1e3, 1) or None,  # known at the answer's end
             }  # fmt: skip
         return {name: value for name, value in fields.items() if value is not None}
 

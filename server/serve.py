@@ -2,7 +2,8 @@
 
 The port opens first: while the model loads, ``/health`` says ``starting`` (503) and requests get a 503 with
 ``Retry-After``, so that a supervisor can tell a slow start from a dead process. The first SIGTERM or SIGINT drains: new
-requests are refused, those in progress go on for at most ``drain_s``; then exit code 0. A second one stops at once.
+requests are refused, those in progress go on for at most ``drain_s`` and are then told that it is over; exit code 0. A
+second one tells them so at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from .hypercorn_adapter import DoorConfig, serve
 from .progress import ProgressBar
 
 _logger = logging.getLogger("offbook.serve")
+
+
+LAST_WORDS_S = 2.0  # for what is left at the end of a drain to be told so
+AT_ONCE_S = 0.5  # the same, at a second signal
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +56,7 @@ def listen(settings: ServeSettings) -> DoorConfig:
     config.connections_max = settings.connections_max
     config.write_timeout_s = settings.write_timeout_s
     config.keep_alive_timeout = settings.keep_alive_s
-    config.graceful_timeout = settings.drain_s
+    config.graceful_timeout = settings.drain_s + LAST_WORDS_S
     config.backlog = 512
     try:
         for socket in config.create_sockets().insecure_sockets:
@@ -85,6 +90,9 @@ async def run(engine_config: EngineConfig, door_settings: DoorSettings, settings
                 engine.begin_drain()
                 await trio.sleep(settings.drain_delay_s)
                 house.stop_listening.set()
+                with trio.move_on_after(settings.drain_s):
+                    await house.served.wait()
+                engine.end_answers()
                 await house.served.wait()
         root.cancel_scope.cancel(reason="all answers are out")
     return house.exit_code
@@ -117,7 +125,9 @@ class _House:
                     _say(f"{name} again: stopping at once")
                     self.exit_code = 128 + number
                     self._http.abort_writes()
-                    self.everything.cancel(reason=f"second {name}")
+                    if self.door.engine is not None:
+                        self.door.engine.end_answers()
+                    self.everything.deadline = trio.current_time() + AT_ONCE_S
                 elif self.door.engine is None:
                     _say(f"{name}: stopping before the model is loaded")
                     self.everything.cancel(reason=name)

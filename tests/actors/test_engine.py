@@ -203,6 +203,42 @@ async def test_draining_refuses_and_finishes(autojump_clock: trio.testing.MockCl
         assert len(choice.token_ids) == 20
 
 
+async def test_the_end_of_a_drain_is_told_after_what_has_been_made(autojump_clock: trio.testing.MockClock) -> None:
+    """To one who reads and to one who waits for his first token; once."""
+    told: list[int] = []
+
+    async def reader(engine: Engine, prompt: str) -> None:
+        got = 0
+        with pytest.raises(EngineUnavailable, match="the server stops"):
+            async with engine.complete(prompt=prompt, max_tokens=200, ignore_eos=True) as answer:
+                async for delta in answer:
+                    got += len(delta.token_ids)
+        told.append(got)
+
+    async with engine_on(running_max=1) as engine, trio.open_nursery() as nursery:
+        nursery.start_soon(reader, engine, "first")
+        await trio.sleep(0.05)
+        nursery.start_soon(reader, engine, "second")
+        await trio.sleep(0.05)
+        engine.begin_drain()
+        engine.end_answers()
+        engine.end_answers()
+        await trio.testing.wait_all_tasks_blocked()
+    assert min(told) == 0 and max(told) > 5 and len(told) == 2
+
+
+async def test_figures_of_an_answer_that_was_left(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        async with engine.complete(prompt="hello", max_tokens=50, ignore_eos=True) as answer:
+            got = 0
+            async for delta in answer:
+                got += len(delta.token_ids)
+                if got >= 3:
+                    break
+        assert answer.usage.prompt_tokens == 5 and got <= answer.usage.completion_tokens < 50
+        assert answer.timings.first_token_s > 0
+
+
 async def test_a_failing_step_fails_only_its_requests(autojump_clock: trio.testing.MockClock) -> None:
     executor = SimExecutor()
 

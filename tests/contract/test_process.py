@@ -66,6 +66,32 @@ def test_b226_a_signal_drains_what_is_in_progress(arguments: tuple[str, ...]) ->
             httpx.get(f"{server.url}/health")
 
 
+def ask_for_long(server: ServerProcess, *, stream: bool) -> httpx.Response:
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    body = {**LONG, "model": model, "n": 32, "stream": stream}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def assert_told(plain: httpx.Response, stream: httpx.Response) -> None:
+    """Whoever had to be left behind knows it: a 503 that says when to come again, an error event and the end mark."""
+    assert (plain.status_code, plain.json()["error"]["code"]) == (503, "unavailable")
+    assert int(plain.headers["retry-after"]) >= 1
+    *events, error, done, nothing = stream.text.split("\n\n")
+    assert len(events) > 1 and (done, nothing) == ("data: [DONE]", "")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+
+
+def test_a_second_signal_tells_those_who_read(arguments: tuple[str, ...]) -> None:
+    with server_process(*arguments) as server, ThreadPoolExecutor(2) as pool:
+        plain, stream = (pool.submit(ask_for_long, server, stream=stream) for stream in (False, True))
+        wait_until_running(server, 64)
+        server.send(signal.SIGTERM)
+        server.wait_for("draining 2 requests")
+        server.send(signal.SIGTERM)
+        assert server.exit_code() == 128 + signal.SIGTERM
+        assert_told(plain.result(5), stream.result(5))
+
+
 def test_a_second_signal_stops_at_once(arguments: tuple[str, ...]) -> None:
     with server_process(*arguments) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
         model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
@@ -92,15 +118,13 @@ def test_b227_idle_connections_do_not_hold_up_the_end(arguments: tuple[str, ...]
 
 
 def test_the_drain_has_a_deadline(arguments: tuple[str, ...]) -> None:
-    with server_process(*arguments, "--drain", "0.2") as server, ThreadPoolExecutor(1) as pool:
-        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
-        body = {**LONG, "model": model, "n": 64}
-        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+    with server_process(*arguments, "--drain", "0.2") as server, ThreadPoolExecutor(2) as pool:
+        plain, stream = (pool.submit(ask_for_long, server, stream=stream) for stream in (False, True))
         wait_until_running(server, 64)
         server.send(signal.SIGTERM)
         assert server.exit_code() == 0
-        with pytest.raises(httpx.TransportError):
-            asked.result(5)
+        assert_told(plain.result(5), stream.result(5))
+        assert sum("error=unavailable" in line for line in server.errors) == 2
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_2(arguments: tuple[str, ...]) -> None:

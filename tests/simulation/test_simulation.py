@@ -43,9 +43,9 @@ def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert {
         "done", "left", "left at once", "gone", "never read", "StepFailed", "EngineOverloaded", "EngineUnavailable",
-        "DeadlineExceeded", "ClientOverShare", "InvalidRequest",
+        "DeadlineExceeded", "ClientOverShare", "InvalidRequest", "stopped",
     } <= endings.keys()  # fmt: skip
-    assert len(faults) == 6
+    assert len(faults) == 7
     assert preemptions
     assert evictions
 

@@ -51,6 +51,9 @@ class Faults:
             if self.steps == self._drains_at:
                 self.counts["drain"] += 1
                 engine.begin_drain()
+            if self._drains_at and self.steps == self._drains_at + 3 and self.steps % 2:
+                self.counts["the drain is over"] += 1
+                engine.end_answers()
             if self.steps == self._ends_at:
                 self._end(engine, rng.choice(FATAL))
             if rng.random() < self._fail_rate:

@@ -221,7 +221,7 @@ class _Client:
                         ending = "left"
                         ending = await self._read(answer, deltas)
                 except CompletionError as error:
-                    ending = type(error).__name__
+                    ending = "stopped" if "the server stops" in str(error) else type(error).__name__
                     if isinstance(error, StepFailed):
                         assert id in self.faults.blamed or self.faults.fatal, "nobody else feels a fault"
                     if isinstance(error, InvalidRequest):
