@@ -79,7 +79,7 @@ class Keys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def client_of(self, headers: Headers) -> str | None:
-        """The fingerprint of the caller's key, None when keys are not asked for. Raises PermissionError with the reason."""
+        """The fingerprint of the caller's key, None where no key is needed. Raises PermissionError with the reason."""
         if not self._digests:
             return None
         scheme, _, token = headers.get("Authorization", "").partition(" ")

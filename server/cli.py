@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_Help, **named)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {message} (add --help for all options)\n")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -118,7 +118,7 @@ def _model_options(to: argparse.ArgumentParser) -> None:
         "--no-prefix-cache",
         dest="prefix_cache",
         action="store_false",
-        help="compute every prompt anew, without a cache",
+        help="compute every prompt anew: no cache",
     )
     add("--prompt-lookup", action="store_true", help="draft every answer from its prompt: same answers, often sooner")
     add("--draft-tokens-max", type=count(1), default=_ENGINE.draft_tokens_max, metavar="N", help="draft tokens a step")
@@ -249,11 +249,11 @@ def _serve(options: argparse.Namespace) -> int:
     from . import logs, serve
     from .app import DoorSettings
 
-    logs.configure(options.log_level, as_json=options.log_format == "json")
     door = DoorSettings(
         api_keys=api_keys(options.api_keys, os.environ.get("OFFBOOK_API_KEYS")), body_bytes_max=options.body_bytes_max,
         body_timeout_s=options.body_timeout_s, debug=options.debug,
     )  # fmt: skip
+    logs.configure(options.log_level, as_json=options.log_format == "json")
     fields = serve.ServeSettings.__struct_fields__
     settings = serve.ServeSettings(**{name: value for name, value in vars(options).items() if name in fields})
     return trio.run(serve.run, engine_config(options), door, settings)

@@ -77,7 +77,7 @@ def test_torch_when_asked_for(files: ModelFiles) -> None:
 def test_what_cannot_open_says_what_to_change(files: ModelFiles, no_cuda: None) -> None:
     with pytest.raises(DeviceError, match="no CUDA device is available"):
         open_device(files, kind="cuda", **SIZES)
-    with pytest.raises(DeviceError, match="less than one KV block"):
+    with pytest.raises(DeviceError, match="KV memory are less than one block"):
         open_device(files, kind="torch-cpu", **SIZES | {"kv_bytes": 1})
     with pytest.raises(DeviceError, match=r"not enough memory .* lower the KV memory"):
         open_device(files, kind="torch-cpu", **SIZES | {"kv_bytes": 1 << 60})

@@ -67,7 +67,7 @@ def test_a_wrong_value_is_one_line(line: list[str], told: str | None, capsys: py
         cli.main(line)
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
-    assert told is None or printed.err == f"offbook serve: {told} (see offbook serve --help)\n"
+    assert told is None or printed.err == f"offbook serve: {told} (add --help for all options)\n"
 
 
 def test_keys_come_from_both_places() -> None:
