@@ -262,6 +262,9 @@ def _serve(options: argparse.Namespace) -> int:
 def _complete(options: argparse.Namespace) -> int:
     import trio
 
+    from . import logs
+
+    logs.configure("info", as_json=False)
     wanted = ("prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
     fields: dict[str, Any] = {name: getattr(options, name) for name in wanted if getattr(options, name) is not None}
     return trio.run(_stream_to_terminal, engine_config(options), fields)
