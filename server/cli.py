@@ -114,12 +114,7 @@ def _model_options(to: argparse.ArgumentParser) -> None:
     add("--context", dest="context_length", type=count(1), metavar="TOKENS", help="at most the model's own context")
     add("--kv-memory", dest="kv_bytes", type=size, default=f"{_ENGINE.kv_bytes // 2**20}M", metavar="SIZE",
         help="for KV pages; bounds the longest context too")  # fmt: skip
-    add(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_false",
-        help="compute every prompt anew: no cache",
-    )
+    add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute every prompt anew: no cache")
     add("--prompt-lookup", action="store_true", help="draft every answer from its prompt: same answers, often sooner")
     add("--draft-tokens-max", type=count(1), default=_ENGINE.draft_tokens_max, metavar="N", help="draft tokens a step")
     add("--think-start", metavar="TEXT", help="text that opens a model's thinking; without it its own <think>")
