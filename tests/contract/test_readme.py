@@ -103,7 +103,7 @@ def test_what_an_embedder_may_import_has_what_is_said() -> None:
         assert issubclass(pkgutil.resolve_name(dotted), Exception)
 
 
-def below(kind: type) -> list[type]:
+def below(kind: type[Exception]) -> list[type[Exception]]:
     return [one for child in kind.__subclasses__() for one in (child, *below(child))]
 
 
