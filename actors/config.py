@@ -18,8 +18,8 @@ AT_LEAST_ONE = (
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to open an engine. The defaults fit a small model on a small machine. Raises ValueError for a limit under 1:
-    nothing would ever be served."""
+    """How to open an engine. The defaults fit a small model on a small machine. Raises TypeError for a value of another
+    kind, ValueError for a limit under 1: nothing would ever be served."""
 
     # what to load, and onto what
     model: str | None = None  # a GGUF file or a Hugging Face directory; None = the default model, fetched once
@@ -64,6 +64,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     think_end: str | None = None
 
     def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            try:
+                msgspec.convert(getattr(self, field.name), field.type)
+            except msgspec.ValidationError:
+                wanted = type(self).__annotations__[field.name]
+                raise TypeError(f"{field.name}: wanted {wanted}, not {getattr(self, field.name)!r}") from None
         for name in AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:

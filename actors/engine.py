@@ -59,6 +59,8 @@ from .text import Surfaces
 from .thinking import ThinkingState, find_markers
 from .ticket import Event, Ticket
 
+_CLOSED = "the engine is closed"
+
 
 @asynccontextmanager
 async def open_engine(
@@ -192,10 +194,14 @@ class Engine:
             request = from_fields({"model": self.card.id, "stream": True, **fields})
         elif fields:
             raise TypeError("give a request or its fields, not both")
+        elif not isinstance(request, CompletionRequest):
+            raise TypeError(f"give a CompletionRequest, or fields by name (prompt=...), not {type(request).__name__!r}")
         return self._complete(request, context or Context())
 
     @asynccontextmanager
     async def _complete(self, request: CompletionRequest, context: Context) -> AsyncIterator[Answer]:
+        if not self._to_admission.statistics().open_receive_channels:
+            raise EngineUnavailable(_CLOSED, 5.0)
         if self.state != "ready":
             raise EngineUnavailable("the server is draining: send this elsewhere, or again later", 5.0)
         self.check_model(request.model)
@@ -309,4 +315,4 @@ class Engine:
         try:
             self._to_admission.send_nowait(message)
         except trio.BrokenResourceError:
-            raise EngineUnavailable("the engine has ended", 5.0) from None
+            raise EngineUnavailable(_CLOSED, 5.0) from None

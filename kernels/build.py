@@ -110,6 +110,7 @@ def build_library(
     flags = (*BASE_FLAGS, *LEVEL_FLAGS[level or cpu_level()], *extra)
     target = cache_directory() / "lib" / f"{name}-{_fingerprint(cxx, flags, sources)}.so"
     if not target.exists():
+        _log.info("compiling the CPU kernels (%s), at the first start only: up to half a minute", name)
         with whole_file(target) as draft:
             objects = [draft.with_name(f"{draft.name}.{source}.o") for source in sources]
             compile_ = [cxx, *flags, "-c", "-o"]

@@ -57,7 +57,7 @@ class CpuDevice:
         block = spec.n_layers * spec.n_kv_heads * spec.head_dim * 2 * BLOCK_TOKENS * (2 if bf16 else 4)
         self.blocks_total = kv_bytes // block
         if self.blocks_total < 1:
-            raise ValueError(f"kv_bytes: {kv_bytes} is less than one block of {block} bytes")
+            raise ValueError(f"kv_bytes: {kv_bytes} bytes of KV memory are less than one block of {block}")
         self.kv_bytes = self.blocks_total * block
         kv = huge_array(self.kv_bytes)
         self._model = CpuModel(self._library, spec, weights, bf16, self.blocks_total, kv, progress)

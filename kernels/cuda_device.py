@@ -67,7 +67,7 @@ class CudaDevice:
         block_bytes = 2 * spec.n_layers * spec.n_kv_heads * BLOCK_TOKENS * spec.head_dim * self._dtype.itemsize
         self.blocks_total = kv_bytes // block_bytes
         if self.blocks_total < 1:
-            raise ValueError(f"kv_bytes: {kv_bytes} is less than one block of {block_bytes} bytes")
+            raise ValueError(f"kv_bytes: {kv_bytes} bytes of KV memory are less than one block of {block_bytes}")
         self.kv_bytes = self.blocks_total * block_bytes
         with cuda.active():
             loaded = TorchModel(spec, weights, device=cuda.device, dtype=self._dtype, head_dtype=self._dtype,

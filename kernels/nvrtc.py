@@ -11,11 +11,14 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from .build import CSRC
 from .cache_dir import cache_directory, whole_file
+
+_log = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-default-device")
 
@@ -78,6 +81,7 @@ def cached_cubin(source: str, architecture: int, defines: tuple[str, ...] = ()) 
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     target = cache_directory() / "cubin" / f"{Path(source).stem}-sm{architecture}-{digest.hexdigest()[:20]}.cubin"
     if not target.exists():
+        _log.info("compiling the CUDA kernels (%s), at the first start only", source)
         with whole_file(target) as draft:
             draft.write_bytes(compile_cubin(source, architecture, defines).cubin)
     return target

@@ -64,7 +64,7 @@ class TorchDevice:
         block_bytes = 2 * spec.n_layers * spec.n_kv_heads * BLOCK_TOKENS * spec.head_dim * _DTYPES[chosen].itemsize
         self.blocks_total = kv_bytes // block_bytes
         if self.blocks_total < 1:
-            raise ValueError(f"kv_bytes={kv_bytes} is less than one KV block of {block_bytes} bytes")
+            raise ValueError(f"kv_bytes: {kv_bytes} bytes of KV memory are less than one block of {block_bytes}")
         self.kv_bytes = self.blocks_total * block_bytes
         shape = (spec.n_layers, spec.n_kv_heads, self.blocks_total * BLOCK_TOKENS, spec.head_dim)
         self._keys = torch.zeros(shape, dtype=_DTYPES[chosen], device=self._device)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 DEADLINE_HEADER = "x-request-timeout-s"
 _SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_KEY_INVALID = "The API key you provided is invalid."
+_KEY_MISSING = "No API key was sent: put one into the header 'authorization: Bearer <key>'."
 
 
 class DoorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,7 @@ class Keys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def client_of(self, headers: Headers) -> str | None:
-        """The fingerprint of the caller's key, None when keys are not asked for. Raises PermissionError."""
+        """The fingerprint of the caller's key, None where no key is needed. Raises PermissionError with the reason."""
         if not self._digests:
             return None
         scheme, _, token = headers.get("Authorization", "").partition(" ")
@@ -85,7 +87,7 @@ class Keys:
         digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
         matches = sum(hmac.compare_digest(digest, known) for known in self._digests)  # all of them, whichever fits
         if not matches:
-            raise PermissionError
+            raise PermissionError(_KEY_INVALID if given else _KEY_MISSING)
         return "key-" + digest.hex()[:12]
 
 
@@ -132,9 +134,8 @@ class _Routes:
             exchange.client = self._keys.client_of(quart_request.headers)
             response: Response = await handler(exchange)
             return response
-        except PermissionError:
-            message = "The API key you provided is invalid."
-            return _reply(replies.gateway_error(401, message, _request_id(exchange)), exchange)
+        except PermissionError as error:
+            return _reply(replies.gateway_error(401, str(error), _request_id(exchange)), exchange)
         except (CompletionError, BadBody) as error:
             return _reply(replies.failure(error, _request_id(exchange)), exchange)
 

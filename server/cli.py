@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ..actors.config import EngineConfig
 
@@ -27,15 +27,23 @@ def size(text: str) -> int:
     return value
 
 
-def count(least: int) -> Callable[[str], int]:
-    """An integer of at least ``least``."""
+def count(least: int, most: float = float("inf")) -> Callable[[str], int]:
+    """An integer of at least ``least``, and of ``most`` at most."""
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        if not re.fullmatch(r"\d+", text) or not least <= int(text) <= most:
+            wanted = f"of at least {least}" if most == float("inf") else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number {wanted}")
         return int(text)
 
     return parse
+
+
+def api_key(text: str) -> str:
+    """A key, which is not empty: an unset variable of a shell would open the server to everybody."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the key is empty: is a variable of the shell unset?")
+    return text.strip()
 
 
 def seconds(text: str) -> float:
@@ -49,20 +57,44 @@ def seconds(text: str) -> float:
     return value
 
 
+class _Parser(argparse.ArgumentParser):
+    """Options by their whole names only; what is wrong in one line, without the usage of every option above it."""
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **named)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (add --help for all options)\n")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults where there is one to tell: what a switch or an option without a value does, its own words say."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.default is not None and action.default != [] and not isinstance(action.default, bool)
+        return super()._get_help_string(action) if told else action.help
+
+
+class _Version(argparse.Action):
+    """``--version``: looked up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from .openapi import package_version
+
+        sys.stdout.write(f"offbook {package_version()}\n")
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    main = argparse.ArgumentParser(prog="offbook", description="Text completions on Trio actors: one seed, one answer.")
+    main = _Parser(prog="offbook", description="Text completions on Trio actors: one seed, one answer.")
+    main.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = main.add_subparsers(dest="command", required=True, metavar="serve|complete")
-    serve = commands.add_parser(
-        "serve", help="serve POST /v1/completions over HTTP", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    serve = commands.add_parser("serve", help="serve POST /v1/completions over HTTP")
     _model_options(serve)
     _listen_options(serve)
     _limit_options(serve)
-    complete = commands.add_parser(
-        "complete", help="complete one prompt here, without a server",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )  # fmt: skip
+    complete = commands.add_parser("complete", help="complete one prompt here, without a server")
     _complete_options(complete)
     _model_options(complete)
     return main
@@ -80,8 +112,9 @@ def _model_options(to: argparse.ArgumentParser) -> None:
         "--threads", type=count(1), default=None, metavar="N", help="threads of the CPU device; without it one per core"
     )
     add("--context", dest="context_length", type=count(1), metavar="TOKENS", help="at most the model's own context")
-    add("--kv-memory", dest="kv_bytes", type=size, default=_ENGINE.kv_bytes, metavar="SIZE", help="KV memory in bytes")
-    add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute every prompt anew")
+    add("--kv-memory", dest="kv_bytes", type=size, default=f"{_ENGINE.kv_bytes // 2**20}M", metavar="SIZE",
+        help="for KV pages; bounds the longest context too")  # fmt: skip
+    add("--no-prefix-cache", dest="prefix_cache", action="store_false", help="compute every prompt anew: no cache")
     add("--prompt-lookup", action="store_true", help="draft every answer from its prompt: same answers, often sooner")
     add("--draft-tokens-max", type=count(1), default=_ENGINE.draft_tokens_max, metavar="N", help="draft tokens a step")
     add("--think-start", metavar="TEXT", help="text that opens a model's thinking; without it its own <think>")
@@ -91,15 +124,15 @@ def _model_options(to: argparse.ArgumentParser) -> None:
 def _listen_options(to: argparse.ArgumentParser) -> None:
     add = to.add_argument_group("door").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
-    add("--port", type=count(0), default=8000, help="port to listen on; 0 picks a free one")
-    add("--api-key", dest="api_keys", action="append", default=[], metavar="KEY",
+    add("--port", type=count(0, 65535), default=8000, help="port to listen on; 0 picks a free one")
+    add("--api-key", dest="api_keys", type=api_key, action="append", default=[], metavar="KEY",
         help="take only requests with one of these; or $OFFBOOK_API_KEYS (commas), which ps hides")  # fmt: skip
     add("--connections-max", type=count(1), default=1000, metavar="N", help="more get a 503")
     add(
         "--body-max",
         dest="body_bytes_max",
         type=size,
-        default=8 * 2**20,
+        default="8M",
         metavar="SIZE",
         help="larger bodies get a 413",
     )
@@ -126,7 +159,8 @@ def _limit_options(to: argparse.ArgumentParser) -> None:
         "--queue-tokens-max", type=count(1), default=_ENGINE.queue_tokens_max, metavar="N", help="prompt tokens waiting"
     )
     add("--client-share", dest="client_share_max", type=count(1), metavar="N",
-        help="requests that one client may have in progress; more get a 429")  # fmt: skip
+        help="requests in progress of one API key, or of one `user` where there are no keys; more get a 429; a request "
+        "with neither is not limited")  # fmt: skip
     add("--prompts-max", type=count(1), default=_ENGINE.prompts_max, metavar="N", help="prompts in one request")
     add("--choices-max", type=count(1), default=_ENGINE.choices_max, metavar="N", help="prompts x n of one request")
     add(
@@ -189,7 +223,19 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from ..kernels.model_checks import ModelFileError
     from .serve import PortError
 
-    return PortError, ModelFileError, DefaultModelError, DeviceError, CompletionError
+    return UsageError, PortError, ModelFileError, DefaultModelError, DeviceError, CompletionError
+
+
+class UsageError(Exception):
+    """The environment asks for something that cannot be meant."""
+
+
+def api_keys(options: Sequence[str], environment: str | None) -> tuple[str, ...]:
+    """The keys of the options and of $OFFBOOK_API_KEYS. Raises UsageError when that is set and holds none."""
+    listed = [key.strip() for key in (environment or "").split(",") if key.strip()]
+    if environment is not None and not listed:
+        raise UsageError("$OFFBOOK_API_KEYS is set and holds no key: unset it to serve everybody")
+    return (*options, *listed)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -198,12 +244,11 @@ def _serve(options: argparse.Namespace) -> int:
     from . import logs, serve
     from .app import DoorSettings
 
-    logs.configure(options.log_level, as_json=options.log_format == "json")
-    keys = [*options.api_keys, *os.environ.get("OFFBOOK_API_KEYS", "").split(",")]
     door = DoorSettings(
-        api_keys=tuple(key for key in keys if key), body_bytes_max=options.body_bytes_max,
+        api_keys=api_keys(options.api_keys, os.environ.get("OFFBOOK_API_KEYS")), body_bytes_max=options.body_bytes_max,
         body_timeout_s=options.body_timeout_s, debug=options.debug,
     )  # fmt: skip
+    logs.configure(options.log_level, as_json=options.log_format == "json")
     fields = serve.ServeSettings.__struct_fields__
     settings = serve.ServeSettings(**{name: value for name, value in vars(options).items() if name in fields})
     return trio.run(serve.run, engine_config(options), door, settings)
@@ -212,6 +257,9 @@ def _serve(options: argparse.Namespace) -> int:
 def _complete(options: argparse.Namespace) -> int:
     import trio
 
+    from . import logs
+
+    logs.configure("info", as_json=False)
     wanted = ("prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
     fields: dict[str, Any] = {name: getattr(options, name) for name in wanted if getattr(options, name) is not None}
     return trio.run(_stream_to_terminal, engine_config(options), fields)

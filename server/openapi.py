@@ -60,7 +60,7 @@ def document() -> Json:
         "openapi": "3.1.0",
         "info": {
             "title": "offbook",
-            "version": _version(),
+            "version": package_version(),
             "description": "Text completions, self-hosted; the Fireworks completions API.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -92,7 +92,8 @@ def _free_json(kind: type) -> Json:
     raise NotImplementedError  # how a hook says that it has nothing for this type
 
 
-def _version() -> str:
+def package_version() -> str:
+    """This package's."""
     try:
         return version("offbook")
     except PackageNotFoundError:  # run in place

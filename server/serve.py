@@ -85,7 +85,7 @@ async def run(engine_config: EngineConfig, door_settings: DoorSettings, settings
             async with open_engine(engine_config, progress=report) as engine:
                 report.close()
                 house.door.engine = engine
-                announce(engine.card, urls[0])
+                announce(engine.card, urls[0], len(set(door_settings.api_keys)))
                 await house.stop_asked.wait()
                 engine.begin_drain()
                 await trio.sleep(settings.drain_delay_s)
@@ -137,15 +137,17 @@ class _House:
                     self.stop_asked.set()
 
 
-def announce(card: ModelCard, url: str) -> None:
-    """What was loaded, and a line to try."""
+def announce(card: ModelCard, url: str, keys: int) -> None:
+    """What was loaded, who may ask, and a line to try; of a key stands there only its place."""
     body = json.dumps({"model": card.id, "prompt": "The sky is", "max_tokens": 16, "temperature": 0})
     weights, kv = (f"{size / 2**20:.0f} MiB" for size in (card.weight_bytes, card.kv_bytes))
     _say(
         f"loaded {card.id} on {card.device} in {card.load_s:.1f} s: {weights} of weights, "
         f"{kv} of KV memory for {card.kv_tokens} tokens, context {card.context_length}"
     )
-    _say(f"ready; try:\n  curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'")
+    _say(f"keys: {keys}" if keys else "no keys: anybody who reaches this port may use it")
+    key = "-H 'authorization: Bearer YOUR_KEY' " if keys else ""
+    _say(f"ready; try:\n  curl -s {url}/v1/completions {key}-H 'content-type: application/json' -d '{body}'")
 
 
 def _say(text: str) -> None:

@@ -194,6 +194,33 @@ async def test_a_deadline_passes(autojump_clock: trio.testing.MockClock) -> None
                 await answer.choices()
 
 
+async def test_a_closed_engine_says_so(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        pass
+    with pytest.raises(EngineUnavailable, match=r"^the engine is closed$"):
+        await ask(engine, prompt="x")
+
+
+async def test_what_is_no_request_is_told_what_is_wanted(autojump_clock: trio.testing.MockClock) -> None:
+    async with engine_on() as engine:
+        with pytest.raises(TypeError, match=r"fields by name \(prompt=...\), not 'str'"):
+            engine.complete("The sea")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("kv_bytes", "256M", "kv_bytes: wanted int, not '256M'"),
+        ("device", "gpu", "device: wanted Literal['auto', 'cpu', 'torch-cpu', 'cuda'], not 'gpu'"),
+        ("model_aliases", "a", "model_aliases: wanted tuple[str, ...], not 'a'"),
+    ],
+)
+def test_a_configuration_of_the_wrong_kind(field: str, value: object, told: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+    assert str(raised.value) == told
+
+
 async def test_draining_refuses_and_finishes(autojump_clock: trio.testing.MockClock) -> None:
     async with engine_on() as engine, engine.complete(prompt="a", max_tokens=20, ignore_eos=True) as answer:
         engine.begin_drain()

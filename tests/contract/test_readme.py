@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 from readme import README, blocks
 from server_process import ServerProcess
 
+from offbook.actors.errors import CompletionError
 from offbook.actors.request import CompletionRequest
 from offbook.server import cli
 
@@ -83,6 +86,25 @@ def test_the_options_of_the_table_exist_with_their_defaults() -> None:
         if len(found) == 1 and re.fullmatch(r"[\d.]+M?|auto|text", default):
             value = cli.size(default) if default.endswith("M") else default
             assert str(value).removesuffix(".0") in {str(v).removesuffix(".0") for v in options.values()}, row
+
+
+def test_what_an_embedder_may_import_has_what_is_said() -> None:
+    section = README.read_text().split("What there is to import", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| `(offbook[\w.]+)` \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 10
+    elsewhere = {"None", "logprobs", "raw_output"}  # a value, and fields of the request
+    for dotted, told in rows:
+        found = pkgutil.resolve_name(dotted)
+        known = {*dir(found), *re.findall(r"self\.(\w+)", inspect.getsource(found)), *elsewhere}
+        assert set(re.findall(r"`(\w+)[`(]", told)) - {"for"} <= known, dotted
+    named = re.findall(r"`([A-Z]\w+)`", section.split("Its children", 1)[1].split("`open_engine`", 1)[0])
+    assert {pkgutil.resolve_name(f"offbook.actors.errors.{name}") for name in named} == set(below(CompletionError))
+    for dotted in re.findall(r"`(offbook\.kernels[\w.]+)`", section):
+        assert issubclass(pkgutil.resolve_name(dotted), Exception)
+
+
+def below(kind: type[Exception]) -> list[type[Exception]]:
+    return [one for child in kind.__subclasses__() for one in (child, *below(child))]
 
 
 def serve_actions() -> list[list[str]]:

@@ -76,6 +76,16 @@ async def test_nothing_but_the_key_opens_the_door(path: str) -> None:
         assert opened.status == 200
 
 
+async def test_a_caller_without_a_key_is_told_so() -> None:
+    async with door_on(settings=DoorSettings(api_keys=(KEY,))) as door:
+        none, wrong = await door.ask("POST", PATH, BODY), await door.ask("POST", PATH, BODY, x_api_key="x")
+    for answer, starts in ((none, "No API key was sent: "), (wrong, "The API key you provided is invalid.")):
+        error = answer.json["error"]
+        assert error.pop("message").startswith(starts)
+        assert error == {"param": None, "code": "UNAUTHORIZED", "type": "error"}
+        assert answer.json["request_id"] == answer.headers["x-request-id"]
+
+
 async def test_a_refused_caller_costs_no_work() -> None:
     """A wrong key is found out before the body is read or the engine asked."""
     async with door_on(settings=DoorSettings(api_keys=(KEY,))) as door, connect(door.port) as client:

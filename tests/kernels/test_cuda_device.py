@@ -169,7 +169,7 @@ def test_heads_without_room_and_too_little_memory_are_refused(lab: Any) -> None:
     with pytest.raises(ValueError, match="head_dim: 32 query heads of 256 for a KV head are too many"):
         open_cuda(lab.model(n_heads=32, n_kv_heads=1, head_dim=256, n_layers=1))
     model = lab.model()
-    with pytest.raises(ValueError, match="kv_bytes: 100 is less than one block"):
+    with pytest.raises(ValueError, match="kv_bytes: 100 bytes of KV memory are less than one block"):
         CudaDevice(model.spec, model.weights, kv_bytes=100, slots=1, limits=StepLimits(8), cuda=HostCuda())
 
 

@@ -51,6 +51,17 @@ def test_what_a_compiler_prints_is_told_in_one_line(printed: str, told: str, cap
     assert printed in caplog.text  # all of it, for those who ask
 
 
+def test_compiling_is_announced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OFFBOOK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "compiler", lambda: sys.executable)
+    monkeypatch.setattr(build, "_run", lambda name, commands: None)
+    with caplog.at_level(logging.INFO):
+        assert build.build_library("step", ("step.cpp",)) == build.build_library("step", ("step.cpp",))
+    assert [record.message.split(" (step)")[0] for record in caplog.records] == ["compiling the CPU kernels"]
+
+
 def test_without_a_compiler_torch_steps_in_with_one_warning(
     files: ModelFiles, no_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,7 +88,7 @@ def test_torch_when_asked_for(files: ModelFiles) -> None:
 def test_what_cannot_open_says_what_to_change(files: ModelFiles, no_cuda: None) -> None:
     with pytest.raises(DeviceError, match="no CUDA device is available"):
         open_device(files, kind="cuda", **SIZES)
-    with pytest.raises(DeviceError, match="less than one KV block"):
+    with pytest.raises(DeviceError, match="KV memory are less than one block"):
         open_device(files, kind="torch-cpu", **SIZES | {"kv_bytes": 1})
     with pytest.raises(DeviceError, match=r"not enough memory .* lower the KV memory"):
         open_device(files, kind="torch-cpu", **SIZES | {"kv_bytes": 1 << 60})

@@ -211,7 +211,7 @@ def test_a_step_without_logits_rows(tiny_model_dir: Path) -> None:
 
 def test_too_little_memory_for_a_block(tiny_model_dir: Path) -> None:
     files = open_model(tiny_model_dir)
-    with pytest.raises(ValueError, match="kv_bytes=100 is less than one KV block of 8192 bytes"):
+    with pytest.raises(ValueError, match="kv_bytes: 100 bytes of KV memory are less than one block of 8192"):
         TorchDevice(files.spec, files.weights, kv_bytes=100, threads=1, dtype="float32", slots=1)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 
 import pytest
 
 from offbook.actors.config import EngineConfig
-from offbook.server import cli
+from offbook.actors.events import ModelCard
+from offbook.server import cli, serve
 from offbook.server.app import Keys
 from offbook.server.logs import JsonFormatter, TextFormatter
 from offbook.server.progress import ProgressBar
@@ -43,6 +45,67 @@ def test_every_option_says_what_it_is_for(command: str, capsys: pytest.CaptureFi
     assert "--kv-memory" in capsys.readouterr().out
     actions = cli.parser()._subparsers._group_actions[0].choices[command]._actions  # type: ignore[union-attr,index]
     assert all(action.help for action in actions)
+
+
+@pytest.mark.parametrize("port", ["0", "65535"])
+def test_ports(port: str) -> None:
+    assert cli.parser().parse_args(["serve", "--port", port]).port == int(port)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["serve", "--api-key", ""], "argument --api-key: the key is empty: is a variable of the shell unset?"),
+        (["serve", "--api-key", " "], "argument --api-key: the key is empty: is a variable of the shell unset?"),
+        (["serve", "--port", "65536"], "argument --port: '65536' is no whole number from 0 to 65535"),
+        (["serve", "--threads", "0"], "argument --threads: '0' is no whole number of at least 1"),
+        (["complete", "a", "--prompt", "x"], None),  # not --prompt-lookup
+    ],
+)
+def test_a_wrong_value_is_one_line(line: list[str], told: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line)
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert told is None or printed.err == f"offbook serve: {told} (add --help for all options)\n"
+
+
+def test_keys_come_from_both_places() -> None:
+    options = cli.parser().parse_args(["serve", "--api-key", " one ", "--api-key", "two"])
+    assert cli.api_keys(options.api_keys, None) == ("one", "two")
+    assert cli.api_keys(options.api_keys, "three, four ,,") == ("one", "two", "three", "four")
+
+
+@pytest.mark.parametrize("environment", ["", " ", ","])
+def test_a_variable_without_a_key_opens_nothing(
+    environment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFBOOK_API_KEYS", environment)
+    assert cli.main(["serve", "--port", "0"]) == 2
+    told = "$OFFBOOK_API_KEYS is set and holds no key: unset it to serve everybody"
+    assert capsys.readouterr().err == f"offbook: {told}\n"
+
+
+def test_the_help_tells_defaults_that_are_values(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (["--version"], ["serve", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.main(line)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.match(r"offbook \d", printed)
+    assert "(default: 512M)" in printed and "(default: 8000)" in printed
+    assert not any(f"(default: {what})" in printed for what in ("True", "False", "None", "[]"))
+
+
+@pytest.mark.parametrize("keys", [0, 2])
+def test_start_up_says_whether_keys_are_in_force(keys: int, capsys: pytest.CaptureFixture[str]) -> None:
+    card = ModelCard(
+        id="m", aliases=(), context_length=1, vocabulary_size=1, created=0, device="d", weight_bytes=0, kv_bytes=0,
+        kv_tokens=1, load_s=0,
+    )  # fmt: skip
+    serve.announce(card, "http://h", keys)
+    _, told, _, curl = capsys.readouterr().out.splitlines()
+    assert told == ("keys: 2" if keys else "no keys: anybody who reaches this port may use it")
+    assert ("-H 'authorization: Bearer YOUR_KEY'" in curl) == bool(keys)
 
 
 def test_one_exception_is_found_inside_groups() -> None:

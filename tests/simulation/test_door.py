@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from sim_door import ENDINGS, simulate_door
-from simulate import cancelled_at_every_step
+from simulate import cancelled_at_every_step, failing_as
 
 COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1200")) // 5
 KEPT = {7: "a connection whose next request had come already was kept for ever when its client was cut"}
@@ -30,10 +30,8 @@ def quiet() -> Iterator[None]:
 def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
     endings: Counter[str] = Counter()
     for seed in [*KEPT, *range(COUNT)]:
-        try:
+        with failing_as(f"seed {seed}"):
             endings += simulate_door(seed).endings
-        except (Exception, BaseExceptionGroup) as error:
-            raise AssertionError(f"seed {seed}") from error
     with capsys.disabled():
         print(f"\n{COUNT} worlds behind the door: {dict(endings)}")  # noqa: T201
     told = {"done", "babbled", "left in its own words", "left waiting", "never read", "left reading", "half-closed"}

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from simulate import cancelled_at_every_step, simulate
+from simulate import cancelled_at_every_step, failing_as, simulate
 
 COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1200"))
 KEPT = {
@@ -28,10 +28,8 @@ def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
     faults: Counter[str] = Counter()
     preemptions = evictions = 0
     for seed in [*KEPT, *range(COUNT)]:
-        try:
+        with failing_as(f"seed {seed}"):
             world = simulate(seed)
-        except (Exception, BaseExceptionGroup) as error:
-            raise AssertionError(f"seed {seed}") from error
         endings += world.endings
         faults += world.faults
         preemptions += world.preemptions
@@ -53,6 +51,20 @@ def test_worlds(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("seed", range(0, 60, 3))
 def test_the_same_seed_is_the_same_world(seed: int) -> None:
     assert simulate(seed).digest == simulate(seed).digest
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (ValueError(), AssertionError), (BaseExceptionGroup("", [ValueError()]), AssertionError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (BaseExceptionGroup("", [BaseExceptionGroup("", [KeyboardInterrupt()]), ValueError()]), KeyboardInterrupt),
+    ],
+)  # fmt: skip
+def test_a_ctrl_c_is_no_failed_world(raised: BaseException, seen: type[BaseException]) -> None:
+    with pytest.raises(seen) as caught, failing_as("seed 1"):
+        raise raised
+    assert type(caught.value) is seen
 
 
 def test_the_order_of_hashes_does_not_show() -> None:

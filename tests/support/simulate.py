@@ -90,14 +90,23 @@ def run_world(
 def cancelled_at_every_step(simulation: Callable[..., World], seed: int, victim: int | None) -> None:
     """The world once for each step of any task, until it ends before the cancellation comes."""
     for at in range(1, 20_000):
-        try:
+        with failing_as(f"seed {seed}, client {victim} cancelled at step {at}"):
             world = simulation(seed, cancel_at=at, victim=victim, clients_max=3)
-        except (Exception, BaseExceptionGroup) as error:
-            raise AssertionError(f"seed {seed}, client {victim} cancelled at step {at}") from error
         if world.ended:
             assert at > 50
             return
     raise AssertionError(f"seed {seed} never came to its end")
+
+
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Whatever fails inside is told under this name; a person's Ctrl-C is no failure of a world, in a group either."""
+    try:
+        yield
+    except (Exception, BaseExceptionGroup) as error:
+        if isinstance(error, BaseExceptionGroup) and error.subgroup(KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise AssertionError(what) from error
 
 
 @contextmanager
