@@ -189,6 +189,7 @@ class _Desk:
     def _refuse(self, ticket: Ticket, error: CompletionError) -> None:
         self._reply(ticket, error)
         ticket.reply.close()
+        ticket.ended = True
 
     @staticmethod
     def _reply(ticket: Ticket, event: Accepted | CompletionError) -> None:

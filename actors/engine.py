@@ -217,8 +217,9 @@ class Engine:
                     plan = await self._plan(request)
                     constraint = await self._constraints.get(request.response_format)
                 except CompletionError:
-                    ticket.ended = True  # not abandoned: its caller did not leave by itself
-                    self._metrics.requests.labels("refused").inc()
+                    if not ticket.ended:  # it is not abandoned either: its caller did not leave by itself
+                        ticket.ended = True
+                        self._metrics.requests.labels("refused").inc()
                     raise
             self._fill(ticket, answer, plan, context, constraint)
             self._send(Enqueue(ticket))

@@ -15,7 +15,10 @@ from sim_door import ENDINGS, simulate_door
 from simulate import cancelled_at_every_step, failing_as
 
 COUNT = int(os.environ.get("OFFBOOK_SIMULATIONS", "1200")) // 5
-KEPT = {7: "a connection whose next request had come already was kept for ever when its client was cut"}
+KEPT = {
+    7: "a connection whose next request had come already was kept for ever when its client was cut",
+    294: "a drain that ended while a refusal was still unread ended the engine",
+}
 SMALL = (12, 25, 27, 34, 38, 40)  # worlds of one or two clients, for what is tried at every step
 
 
