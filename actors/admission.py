@@ -65,13 +65,13 @@ class _Desk:
         self._sweep()
         refusal = self._refusal(ticket)
         if refusal is not None:
-            self._refuse(ticket, refusal)
+            ticket.end(refusal)
             return
         ticket.accepted_at = trio.current_time()
         self._tokenizing[id(ticket)] = ticket
         if ticket.client is not None:
             self._in_flight[ticket.client] += 1
-        self._reply(ticket, Accepted())
+        ticket.tell(Accepted())
 
     def enqueue(self, ticket: Ticket) -> None:
         if self._tokenizing.pop(id(ticket), None) is not None:  # else it left, and a sweep found it first
@@ -151,8 +151,8 @@ class _Desk:
         for worst in evicted:
             del self._queue[id(worst)]
             self._metrics.refused.labels("evicted").inc()
-            self._refuse(worst, EngineOverloaded("a request with priority took this one's place in the full queue",
-                                                 self._retry_after_s(len(self._queue))))  # fmt: skip
+            worst.end(EngineOverloaded("a request with priority took this one's place in the full queue",
+                                       self._retry_after_s(len(self._queue))))  # fmt: skip
             self._leave(worst)
         return True
 
@@ -185,13 +185,3 @@ class _Desk:
             self._in_flight[ticket.client] -= 1
             if not self._in_flight[ticket.client]:
                 del self._in_flight[ticket.client]
-
-    def _refuse(self, ticket: Ticket, error: CompletionError) -> None:
-        self._reply(ticket, error)
-        ticket.reply.close()
-        ticket.ended = True
-
-    @staticmethod
-    def _reply(ticket: Ticket, event: Accepted | CompletionError) -> None:
-        if not ticket.abandoned and not ticket.ended:  # else the next sweep finds it
-            ticket.reply.send_nowait(event)

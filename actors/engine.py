@@ -172,9 +172,7 @@ class Engine:
         """End every open answer with EngineUnavailable, after what has been made of it: no more time is given."""
         for ticket in self._tickets.values():
             if not ticket.ended and not ticket.abandoned:
-                ticket.reply.send_nowait(EngineUnavailable("the server stops: send this elsewhere, or again", 5.0))
-                ticket.reply.close()
-                ticket.ended = True
+                ticket.end(EngineUnavailable("the server stops: send this elsewhere, or again", 5.0))
                 self._metrics.requests.labels("failed").inc()
 
     async def idle(self) -> None:

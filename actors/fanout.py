@@ -16,7 +16,7 @@ from .events import Delta, Speculation
 from .messages import BatchingMail, Failed, FanoutMail, Gained, Stopped
 from .metrics import EngineMetrics
 from .sequence import Sequence
-from .ticket import Ended, Event, Ticket
+from .ticket import Ended, Ticket
 
 
 async def fanout(
@@ -55,11 +55,10 @@ def _deliver(message: Gained, batching: trio.MemorySendChannel[BatchingMail], me
             deltas.setdefault(ticket, []).append(shown)
     metrics.generated_tokens.inc(generated)
     for ticket, gained in deltas.items():
-        _send(ticket, tuple(gained))
+        ticket.tell(tuple(gained))
         goes_on = gained[-1].finish_reason is None  # spares most steps the look at every choice
         if not goes_on and all(c.finish_reason is not None for c in ticket.choices):
-            _send(ticket, Ended(ticket.usage(), ticket.timings(), _speculation(ticket), ticket.concurrent))
-            _end(ticket)
+            ticket.end(Ended(ticket.usage(), ticket.timings(), _speculation(ticket), ticket.concurrent))
             metrics.answered(ticket)
 
 
@@ -72,8 +71,7 @@ def _fail(
     ticket = choice.ticket
     if ticket.ended or choice.finish_reason is not None:
         return
-    _send(ticket, error)
-    _end(ticket)
+    ticket.end(error)
     metrics.requests.labels("failed").inc()
     for other in ticket.choices:
         if other.finish_reason is None and other is not choice:
@@ -90,17 +88,6 @@ def _stamp(ticket: Ticket, delta: Delta, at: float, metrics: EngineMetrics) -> N
     elif ticket.first_token_at is None:
         ticket.first_token_at = at  # scoring only: the prefill ends here
     ticket.last_token_at = at
-
-
-def _send(ticket: Ticket, event: Event) -> None:
-    """A reader that has left is batching's to let go; a full channel would be a bug in its capacity."""
-    if not ticket.abandoned:
-        ticket.reply.send_nowait(event)
-
-
-def _end(ticket: Ticket) -> None:
-    ticket.ended = True
-    ticket.reply.close()
 
 
 def _speculation(ticket: Ticket) -> Speculation | None:

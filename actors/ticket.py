@@ -71,6 +71,18 @@ class Ticket:
     abandoned: bool = False  # the caller has closed its end (a mark, since every step asks every ticket)
     ended: bool = False  # answered, failed, refused or abandoned: it is counted as that, and nothing more is sent
 
+    def tell(self, event: Event) -> None:
+        """Send an event, unless the caller has left or was told the end: he is batching's or admission's to let go. A
+        full channel would be a bug in its capacity."""
+        if not self.abandoned and not self.ended:
+            self.reply.send_nowait(event)
+
+    def end(self, last: Event) -> None:
+        """Tell how it ended; nothing is sent after that."""
+        self.tell(last)
+        self.reply.close()
+        self.ended = True
+
     def timings(self) -> Timings:
         """The stages, each from the end of the one before; what never happened takes no time."""
         first_step = self.queued_at if self.first_step_at is None else self.first_step_at
