@@ -87,7 +87,7 @@ class CudaDevice:
         self._forward_ms = 0.0
 
     def _make_arenas(self) -> None:
-        spec, rows = self._spec, max(self._model.padded(self._limits.rows), self._model.buckets[-1])
+        spec, rows = self._spec, self._model.rows
         tables = self.slots_total * -(-spec.context_length // BLOCK_TOKENS)
         self._inputs = Arena(self._cuda, Arena.size_of(_fields(rows, rows + PARTIAL_ROWS, rows, tables)))
         self._picks = Arena(self._cuda, Arena.size_of(_pick_fields(self._model.logits_buckets[-1])))

@@ -57,7 +57,8 @@ class CudaModel:
         self._keys, self._values = cuda.zeros(cache, model.dtype), cuda.zeros(cache, model.dtype)
         self.buckets = buckets(self.products.base, min(rows, GRAPH_ROWS_MAX))
         self.logits_buckets = buckets(self._head.base, logits_rows)
-        self._make_buffers(max(self.padded(rows), self.buckets[-1]), self.logits_buckets[-1])
+        self.rows = max(self.padded(rows), self.buckets[-1])  # of the largest step, with its padding
+        self._make_buffers(self.rows, self.logits_buckets[-1])
         records = np.concatenate([self._rotation(layer) for layer in model.layers])
         self._rotations = cuda.put(records.view(np.uint8))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .cuda import Cuda
+from .torch_model import alike_in_company
 
 Operand = tuple[torch.Tensor, torch.dtype]  # a weight [N, K], and the type of its products
 
@@ -54,11 +55,8 @@ class TiledProducts:
         return values.to(weight.device, weight.dtype)
 
     def _independent(self, rows: int, operand: Operand) -> bool:
-        """Whether each row, repeated over a whole tile, has the bits that it has among others."""
         x = self._random(rows, operand)
-        mixed = self._once(x, operand)
-        alone = (self._once(x[row].expand(rows, -1).contiguous(), operand) for row in range(rows))
-        return all(torch.equal(same, mixed[row].expand_as(same)) for row, same in enumerate(alone))
+        return alike_in_company(lambda picks: self._once(x[picks], operand), rows, x.device)
 
     def _agrees(self, rows: int, operand: Operand) -> bool:
         """Whether a tile of so many rows gives the bits of tiles of the base."""

@@ -132,10 +132,8 @@ class TorchModel:
         return F.linear(self._norm(x, self.output_norm), self.head_weight)
 
     def rows_are_independent(self, rows: int) -> bool:
-        """Whether in tiles of ``rows`` every row gets the same bits at any place and beside any neighbours.
-
-        Tried on random rows: each one, repeated over a whole tile, must give the bits that it had in the mixed tile.
-        """
+        """Whether in tiles of ``rows`` every row gets the same bits at any place and beside any neighbours; tried on
+        random rows."""
         spec, layer = self.spec, self.layers[0]
         random = torch.Generator().manual_seed(rows)
         x = torch.randn(rows, spec.hidden, generator=random).to(self.device)
@@ -147,9 +145,17 @@ class TorchModel:
             qkv = torch.cat(self.attention_inputs(layer, a, c), 1).flatten(1)
             return torch.cat((qkv, self.rest_of_layer(layer, a, b), self.head(a)), 1)
 
-        mixed = outputs(torch.arange(rows, device=self.device))
-        alone = (outputs(torch.full((rows,), row, device=self.device)) for row in range(rows))
-        return all(torch.equal(bits, mixed[row].expand_as(bits)) for row, bits in enumerate(alone))
+        return alike_in_company(outputs, rows, self.device)
+
+
+def alike_in_company(outputs: Callable[[torch.Tensor], torch.Tensor], rows: int, device: torch.device) -> bool:
+    """Whether each of ``rows`` rows, repeated over a whole tile, has the bits that it has among all of them.
+
+    ``outputs`` of the rows of these numbers, [rows] -> [rows, ...].
+    """
+    mixed = outputs(torch.arange(rows, device=device))
+    alone = (outputs(torch.full((rows,), row, device=device)) for row in range(rows))
+    return all(torch.equal(bits, mixed[row].expand_as(bits)) for row, bits in enumerate(alone))
 
 
 def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
